@@ -159,7 +159,7 @@ class Worker:
         self._stepped_s = 0.0
         """Seconds of inner steps since the last roster."""
         self._network_s = 0.0
-        """Seconds of exchanges and downloads without training since the last roster."""
+        """Seconds that exchanges delayed this worker since the last roster."""
         self._disk_s = 0.0
         """Seconds that checkpoints delayed this worker since the last roster."""
         self._rates = ArrivalRates()
@@ -449,7 +449,10 @@ class Worker:
         outcome = await pending.task
         self._network_s += self._now() - start_s
         wait_s = pending.matchmaking_s + self._now() - start_s
-        waits = [each for each in (pending.waited, outcome.waited) if each is not None]
+        slowest = outcome.waited
+        if slowest is not None:  # a transfer during inner steps keeps nobody waiting
+            slowest = replace(slowest, seconds=min(slowest.seconds, wait_s))
+        waits = [each for each in (pending.waited, slowest) if each is not None]
         waited = max(waits, key=lambda each: each.seconds, default=None)
         self._pending = None
         self._rates.add(outcome.arrivals)

@@ -97,7 +97,7 @@ class Outcome:
     tokens: float = 0.0
     """Tokens behind the average, as its contributors reported them."""
     waited: Wait | None = None
-    """The member whose payloads or contribution took longest."""
+    """The slowest member, and the seconds that its payload took to arrive."""
 
     def all_contributors(self) -> tuple[PeerId, ...]:
         """Return the members with a contribution in at least one slice of the average, sorted."""

@@ -12,10 +12,14 @@ from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.rosters import (
     EXCHANGES_PER_ROUND,
     MAX_AHEAD_OF_FOLLOWER,
+    MAX_ROUND_S,
+    NO_ADDRESSES,
     AddressBook,
     JoinRequest,
     Roster,
     member_from_wire,
+    request_from_wire,
+    request_to_wire,
     roster_from_wire,
     roster_to_wire,
 )
@@ -101,6 +105,19 @@ SHORT = roster_to_wire(ROSTER, AddressBook.of(ROSTER.members).hash)
 def test_a_member_that_cannot_sign_is_refused(id: str) -> None:
     with pytest.raises(ProtocolViolation, match="can sign"):
         member_from_wire(pb.Member(id=id))
+
+
+@defence(
+    "times that a follower claims are bounded",
+    off=replacing(rosters, "round_seconds", lambda seconds: seconds),
+    spent_s=[-1.0],
+)
+@pytest.mark.parametrize("spent_s", [[-1.0], [1.0, float("nan")], [1.0, 1.0, 2 * MAX_ROUND_S]])
+def test_a_follower_with_impossible_times_is_refused(spent_s: list[float]) -> None:
+    wire = request_to_wire(b"", request(FIRST_PEER), NO_ADDRESSES)
+    wire.spent_s.extend(spent_s)
+    with pytest.raises(ProtocolViolation, match="out of range"):
+        request_from_wire(wire, FIRST_PEER, NO_ADDRESSES)
 
 
 def test_a_roster_by_hash_has_the_same_members() -> None:
