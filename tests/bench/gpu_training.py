@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from swarmnet_node.training.data import open_corpus
+from swarmnet_node.training.data.corpus import open_corpus
 from swarmnet_node.training.memory_options import MemoryOptions
 from swarmnet_node.training.model import build_model
 from swarmnet_node.training.trainer import StepReport, Trainer

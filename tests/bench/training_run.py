@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from swarmnet_node.training.data import Corpus, open_corpus
+from swarmnet_node.training.data.corpus import Corpus, open_corpus
 from swarmnet_node.training.model import build_model
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer

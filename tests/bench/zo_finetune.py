@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swarmnet_node.training.data import Sequences
+from swarmnet_node.training.data.corpus import Sequences
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.errors import ConfigError

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from swarmnet_node.training.data import END_OF_DOCUMENT
+from swarmnet_node.training.data.corpus import END_OF_DOCUMENT
 from swarmnet_node.training.job_store import job_folder, load_local_files, load_stored_job
 from swarmnet_node.training.model import read_model, update_json
 from swarmnet_node.training.shared_state import pack

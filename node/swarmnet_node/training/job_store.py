@@ -127,7 +127,7 @@ def check_job(
     """
     import psutil
 
-    from swarmnet_node.training.data import open_source, tokenizer_of
+    from swarmnet_node.training.data.corpus import open_source, tokenizer_of
     from swarmnet_node.training.model import check_model, checkpoint_of
 
     tokenizer = tokenizer_of(job.data, cache_dir, progress)

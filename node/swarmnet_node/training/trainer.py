@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
-from swarmnet_node.training.data import BatchSampler, Corpus, Share, open_corpus, shares_of
+from swarmnet_node.training.data.corpus import Corpus, open_corpus
+from swarmnet_node.training.data.sampler import BatchSampler, Share, shares_of
 from swarmnet_node.training.expert_balance import ExpertBalance
 from swarmnet_node.training.flat_model import FlatModel
 from swarmnet_node.training.inner_optimizer import InnerOptimizer, check_packages

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from swarmnet_node.training.data import open_corpus
+from swarmnet_node.training.data.corpus import open_corpus
 from swarmnet_node.training.model import build_model
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from swarmnet_node.training import expert_balance
-from swarmnet_node.training.data import BatchSampler, Share
+from swarmnet_node.training.data.sampler import BatchSampler, Share
 from swarmnet_node.training.expert_balance import BIAS, STEP
 from swarmnet_node.training.model import build_model, read_model, write_model
 from swarmnet_node.training.trainer import Trainer, learning_rate

@@ -13,18 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from swarmnet_node.training import data as data_module
-from swarmnet_node.training import documents
-from swarmnet_node.training.data import (
-    BatchSampler,
-    Sequences,
-    Share,
-    SourceTokens,
-    Tokenizer,
-    open_source,
-    permute,
-    tokenizer_of,
-)
+from swarmnet_node.training.data import corpus as corpus_module
+from swarmnet_node.training.data import documents
+from swarmnet_node.training.data.corpus import Sequences, SourceTokens, Tokenizer, open_source, tokenizer_of
+from swarmnet_node.training.data.sampler import BatchSampler, Share, permute, shares_of
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.training.job_settings import DataSection, JobError
@@ -114,7 +106,7 @@ def test_sources_are_mixed_by_their_weights_and_own_ones_not_divided() -> None:
 
 @given(total=st.integers(1, 2000), weights=st.lists(st.floats(1e-9, 1e6), min_size=1, max_size=16))
 def test_shares_fill_the_total_and_leave_no_source_out(total: int, weights: list[float]) -> None:
-    counts = data_module.shares_of(total, weights)
+    counts = shares_of(total, weights)
     assert sum(counts) == max(total, len(weights))
     assert min(counts) >= 1
     exact = [total * weight / sum(weights) for weight in weights]
@@ -189,7 +181,7 @@ def test_the_cache_is_used_again_until_the_content_changes(
 
 @defence(
     "data beyond the size in the job is not read",
-    off=replacing(data_module, "_with_progress", lambda source, *_: source),
+    off=replacing(corpus_module, "_with_progress", lambda source, *_: source),
 )
 def test_data_beyond_the_jobs_size_is_not_read(tmp_path: Path) -> None:
     size = sum(map(len, _write_texts(tmp_path / "texts")))
@@ -204,7 +196,7 @@ def test_different_data_is_refused_with_both_digests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, hint: str
 ) -> None:
     _write_texts(tmp_path / "texts")
-    monkeypatch.setattr(data_module, "files_of", lambda _: tuple(sorted((tmp_path / "texts").iterdir())))
+    monkeypatch.setattr(corpus_module, "files_of", lambda _: tuple(sorted((tmp_path / "texts").iterdir())))
     first = _open(_section(path), tmp_path / "cache").digest
     assert _open(_section(path, digest=first), tmp_path / "cache").digest == first
     (tmp_path / "texts" / "000.txt").write_bytes(b"something else\n")

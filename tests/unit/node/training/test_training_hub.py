@@ -9,8 +9,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from swarmnet_node.training.data import open_corpus
-from swarmnet_node.training.documents import documents
+from swarmnet_node.training.data.corpus import open_corpus
+from swarmnet_node.training.data.documents import documents
 from swarmnet_node.training.job_store import pinned
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.training.job_settings import DataSection, JobError

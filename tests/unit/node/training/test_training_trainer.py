@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from swarmnet_node.training.data import BatchSampler, Sequences, Share
+from swarmnet_node.training.data.corpus import Sequences
+from swarmnet_node.training.data.sampler import BatchSampler, Share
 from swarmnet_node.training.model import (
     build_model,
     check_model,

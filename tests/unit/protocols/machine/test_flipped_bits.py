@@ -22,8 +22,8 @@ from swarmnet_client.tuning import checkpoint as tune_checkpoint
 from swarmnet_client.tuning.adapter_dir import check_adapter, hashes_of
 from swarmnet_client.tuning.checkpoint import TuneCheckpoint
 from swarmnet_node.training import checkpoint as training_checkpoint
-from swarmnet_node.training import data
 from swarmnet_node.training.checkpoint import CheckpointStore
+from swarmnet_node.training.data import corpus
 from swarmnet_node.training.job_store import load_stored_job, store_job
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
 from swarmnet_protocols.membership.membership import Membership
@@ -235,8 +235,8 @@ def tokens(name: str) -> Callable[[Path], Kept]:
         )
 
         def read() -> object:
-            tokenizer = data.tokenizer_of(section, folder / "cache")
-            read = data.open_source(section, section.sources[0], tokenizer, folder / "cache")
+            tokenizer = corpus.tokenizer_of(section, folder / "cache")
+            read = corpus.open_source(section, section.sources[0], tokenizer, folder / "cache")
             return read.digest, read.train.tolist()
 
         read()
@@ -260,7 +260,7 @@ MADE_ANEW = {
 }
 
 
-@defence("cached tokens are hashed", off=replacing(data, "_digest", lambda _: "0"), name="tokens")
+@defence("cached tokens are hashed", off=replacing(corpus, "_digest", lambda _: "0"), name="tokens")
 @defence("cached manifests are hashed", off=replacing(resolver, "_digest", lambda *_: "0"), name="a manifest")
 @pytest.mark.parametrize("name", MADE_ANEW)
 def test_derived_files_are_made_again(name: str, tmp_path: Path) -> None:
