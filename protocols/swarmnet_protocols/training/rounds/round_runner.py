@@ -95,7 +95,7 @@ class Outcome:
     arrivals: tuple[Arrival, ...]
     """Transfer times of every member's last contribution and last result."""
     tokens: float = 0.0
-    """Tokens behind the average, as its contributors reported them."""
+    """Tokens behind the average, as its contributors claim them; each at most ``max_weight``."""
     waited: Wait | None = None
     """The slowest member, and the seconds that its payload took to arrive."""
 
@@ -416,6 +416,7 @@ class RoundRunner:
         average, self._average = self._average, torch.empty(0)
         slowest = max(self._assembly.timed.items(), key=lambda each: each[1][1], default=None)
         inside = {each.member for summary in summaries for each in summary.contributors}
+        most = self._terms.rules.max_weight
         return Outcome(
             committed=committed,
             behind=finish.hashes is None,
@@ -433,7 +434,7 @@ class RoundRunner:
             arrivals=tuple(
                 Arrival(peers[member], *timed) for (member, _), timed in self._assembly.timed.items()
             ),
-            tokens=sum(self._terms.members[member].weight for member in inside),
+            tokens=sum(min(self._terms.members[member].weight, most) for member in inside),
             waited=slowest and Wait(peers[slowest[0][0]], "network", slowest[1][1]),
         )
 

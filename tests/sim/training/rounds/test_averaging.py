@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.member_link import MemberLink
 from swarmnet_protocols.training.rounds.transfers import Outgoing
@@ -38,6 +39,15 @@ def test_all_members_get_the_mean(codec: str) -> None:
     outcomes = averaged(lab, work)
     assert all(outcome.committed for outcome in outcomes.values())
     assert all(len(names) == 4 for outcome in outcomes.values() for names in outcome.contributors)
+
+
+def test_a_member_counts_at_most_the_tokens_of_a_round() -> None:
+    lab = TrainingLab(3, rules=AggregationRules(max_weight=10.0))
+    work = Work.random(lab, 30_000)
+    claims = zip(lab.members(), (3.0, 4.0, 1e12), strict=True)
+    members = [replace(member, weight=weight) for member, weight in claims]
+    outcomes: Outcomes = simulate(lambda lab: lab.average(work, members=members), lab)
+    assert {outcome.tokens for outcome in outcomes.values()} == {17.0}
 
 
 def test_a_result_is_not_requested_again_while_it_is_verified() -> None:
