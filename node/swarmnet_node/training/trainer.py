@@ -130,6 +130,11 @@ class Trainer:
                 f"with {method.name}, all workers keep the same optimizer states, in float32",
                 hint="leave out --optimizer-states 8bit",
             )
+        if memory != AUTOMATIC and method.kind == "scalars":
+            raise ConfigError(
+                f"{method.name} takes forward passes only, in the format that the job names",
+                hint="leave out --precision, --recompute and --optimizer-states",
+            )
         check_packages(job.training, eight_bit=memory.optimizer_states == "8bit")
         local = checkpoint_of(job.model, cache_dir, progress, peers) if job.model.is_checkpoint else None
         corpus = open_corpus(job.data, cache_dir, progress)

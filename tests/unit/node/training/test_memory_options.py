@@ -132,6 +132,12 @@ def test_workers_that_share_adamw_keep_it_in_float32(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("memory", [MemoryOptions("bfloat16"), MemoryOptions(recompute=True)])
+def test_a_job_of_forward_passes_refuses_ways_to_save(tmp_path: Path, memory: MemoryOptions) -> None:
+    with pytest.raises(ConfigError, match="zo takes forward passes only"):
+        _trainer(tmp_path, memory, method={"name": "zo", "settings": {}})
+
+
 def test_a_model_that_cannot_recompute_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaForCausalLM
 
