@@ -60,8 +60,9 @@ def merge(
                 adapted.load_adapter(str(directory), name)
             options = {"density": density} if prunes else {}
             adapted.base_model.add_weighted_adapter(names, list(weights), _MERGED, str(method), **options)
-    except (ValueError, RuntimeError, KeyError) as error:
-        raise ConfigError(f"PEFT: {str(error)[:300]}", hint="cat and svd merge any ranks") from error
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"PEFT: {reason[:300]}", hint="cat and svd merge any ranks") from error
     config = adapted.peft_config[_MERGED]
     config.task_type, config.base_model_name_or_path = task, next(iter(bases))
     with creating(target, mode=0o755, overwrite=overwrite) as folder:
