@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from swarmnet_node.training.data.corpus import open_corpus
-from swarmnet_node.training.memory_options import MemoryOptions
 from swarmnet_node.training.model import build_model
-from swarmnet_node.training.trainer import StepReport, Trainer
+from swarmnet_node.training.steps.memory_options import MemoryOptions
+from swarmnet_node.training.steps.trainer import StepReport, Trainer
 from swarmnet_protocols.training.job_settings import Job
 
 SMOLLM2 = {

@@ -33,7 +33,8 @@ from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-from swarmnet_protocols.quantization.quantize import GROUP, PRECISIONS, quantize
+from swarmnet_protocols.quantization.precisions import PRECISIONS
+from swarmnet_protocols.quantization.quantize import GROUP, quantize
 
 WINDOW = 1024
 """Tokens that are scored together, each after those before it."""

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
 from swarmnet_node.training.model import build_model
 from swarmnet_node.training.replica import Replica
-from swarmnet_node.training.trainer import Trainer
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.job_templates import template
 from swarmnet_protocols.training.jobs import parse_job

@@ -18,7 +18,7 @@ import torch
 from swarmnet_node.training.data.corpus import Corpus, open_corpus
 from swarmnet_node.training.model import build_model
 from swarmnet_node.training.replica import Replica
-from swarmnet_node.training.trainer import Trainer
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs import result_codec
 from swarmnet_protocols.training.job_settings import Job

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from swarmnet_node.training.data.corpus import Sequences
 from swarmnet_node.training.replica import Replica
-from swarmnet_node.training.trainer import Trainer
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.job_settings import Job

@@ -20,7 +20,7 @@ _HASHES = 1 << 64
 
 @dataclass
 class DistinctNames:
-    """A set of names, of which only the smallest hashes are kept."""
+    """A set of names. It keeps only the smallest of their hashes."""
 
     hashes: list[int] = field(default_factory=list)
     """In rising order."""

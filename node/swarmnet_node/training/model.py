@@ -18,8 +18,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.utils import logging
 
-from swarmnet_node.training.expert_balance import share_biases
-from swarmnet_node.training.memory_options import AUTOMATIC, MemoryOptions
+from swarmnet_node.training.steps.expert_balance import share_biases
+from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.models import LocalModel, Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, WeightForm

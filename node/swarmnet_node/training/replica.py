@@ -12,7 +12,7 @@ import torch
 
 from swarmnet_node.training.checkpoint import WorkerCheckpoint, params_hash
 from swarmnet_node.training.shared_state import SharedState
-from swarmnet_node.training.trainer import StepReport, Trainer
+from swarmnet_node.training.steps.trainer import StepReport, Trainer
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.job_settings import Job

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.owner.watched_peer import Purpose, WatchedPeer
 from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder, own_jobs
-from swarmnet_node.training.memory_options import AUTOMATIC, MemoryOptions
+from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_protocols.errors import NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.aio import in_background, persist
 
 if TYPE_CHECKING:
     from swarmnet_node.training.events import EventHandler
-    from swarmnet_node.training.trainer import Trainer
+    from swarmnet_node.training.steps.trainer import Trainer
     from swarmnet_node.training.worker import Worker
     from swarmnet_protocols.fetching.peers import SwarmPeers
     from swarmnet_protocols.models import Progress
@@ -202,7 +202,7 @@ def _open_trainer(
     peers: "SwarmPeers",
     tell: "Callable[[MemoryNeeds], None]",
 ) -> "Trainer":
-    from swarmnet_node.training.trainer import Trainer
+    from swarmnet_node.training.steps.trainer import Trainer
     from swarmnet_protocols.machine.devices import pick_device
     from swarmnet_protocols.training.jobs import open_job
 

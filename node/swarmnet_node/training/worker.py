@@ -37,7 +37,7 @@ from swarmnet_node.training.events import EventHandler, exchange_fields
 from swarmnet_node.training.known_workers import KnownWorkers
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
 from swarmnet_node.training.shared_state import max_state_bytes
-from swarmnet_node.training.trainer import StepReport, Trainer
+from swarmnet_node.training.steps.trainer import StepReport, Trainer
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.errors import SwarmnetError

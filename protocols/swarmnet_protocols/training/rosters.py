@@ -45,7 +45,7 @@ class JoinRequest:
     position: WorkerPosition
     measured: Measured
     spent: Spent = NOTHING
-    """What the worker spent on its round."""
+    """The seconds that the worker spent on its round, by their cause."""
     arrived_s: float = 0.0
     """When the leader got the request, loop time."""
 

@@ -46,15 +46,15 @@ from swarmnet.cli.training.train_words import code_facts, facts_of, tell
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet.systemd import notify_ready, notify_stopping
-from swarmnet_node.training.memory_options import OPTIMIZER_STATES, PRECISIONS, MemoryOptions
+from swarmnet_node.training.steps.memory_options import OPTIMIZER_STATES, PRECISIONS, MemoryOptions
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network, client_listen, connect
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
-    from swarmnet_node.training.memory_options import OptimizerStates, Precision
     from swarmnet_node.training.start import WorkerConfig
+    from swarmnet_node.training.steps.memory_options import OptimizerStates, Precision
     from swarmnet_protocols.training.jobs import JobFile
     from swarmnet_protocols.training.memory_needs import MemoryNeeds
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from swarmnet_node.training.trainer import Trainer
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_protocols.training.job_templates import template
 from swarmnet_protocols.training.jobs import parse_job
 from tests.support.training.round_bytes import bytes_of_a_round

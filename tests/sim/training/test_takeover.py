@@ -11,7 +11,7 @@ import torch
 from swarmnet_node.training import known_workers
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.known_workers import NEW_S
-from swarmnet_node.training.trainer import Trainer
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import CatchUp, WorkerPosition
 from swarmnet_protocols.training.jobs import open_job

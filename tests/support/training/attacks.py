@@ -16,7 +16,7 @@ from torch import Tensor
 from swarmnet_node.training.data.corpus import open_corpus
 from swarmnet_node.training.model import build_model
 from swarmnet_node.training.replica import Replica
-from swarmnet_node.training.trainer import Trainer
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.floats import FloatCodec

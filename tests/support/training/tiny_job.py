@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from swarmnet_node.training.trainer import Trainer
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.training.job_settings import Job
 

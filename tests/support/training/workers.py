@@ -13,7 +13,7 @@ import torch
 
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.job_store import LocalFiles, check_job
-from swarmnet_node.training.trainer import Trainer
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_node.training.worker import Worker, WorkerDependencies
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId

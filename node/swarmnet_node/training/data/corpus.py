@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,7 +171,7 @@ def open_source(
     if cached is None:
         read = _with_progress(documents(source, files), source, _size_bytes(source, files), progress)
         try:
-            cached = _write_cache(folder, read, tokenizer, data, dtype)
+            cached = _write_cache(folder, lambda fresh: _tokenise(fresh, read, tokenizer, data, dtype))
         except OSError as error:
             raise OutOfResources(
                 f"cannot keep the tokens in {folder.parent}: {error.strerror}", hint="make room on the disk"
@@ -294,17 +294,11 @@ def _digest(hashes: Sequence[bytes]) -> str:
     return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
-def _write_cache(
-    folder: Path,
-    read: Iterator[Document],
-    tokenizer: Tokenizer,
-    data: DataSection,
-    dtype: np.dtype[np.integer],
-) -> tuple[str, int]:
+def _write_cache(folder: Path, write: Callable[[Path], tuple[str, int]]) -> tuple[str, int]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         with creating(folder) as fresh:
-            written = _tokenise(fresh, read, tokenizer, data, dtype)
+            written = write(fresh)
             (fresh / _ABOUT).write_text(json.dumps(_about(*written)))
         return written
     except OSError:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from swarmnet_node.training import expert_balance
 from swarmnet_node.training.data.sampler import BatchSampler, Share
-from swarmnet_node.training.expert_balance import BIAS, STEP
 from swarmnet_node.training.model import build_model, read_model, write_model
-from swarmnet_node.training.trainer import Trainer, learning_rate
+from swarmnet_node.training.steps import expert_balance
+from swarmnet_node.training.steps.expert_balance import BIAS, STEP
+from swarmnet_node.training.steps.trainer import Trainer, learning_rate
 from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from tests.support.models.hub_families import FAMILIES
 from tests.support.models.rounding import assert_near

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from swarmnet_node.training.flat_model import FlatModel
-from swarmnet_node.training.inner_optimizer import InnerOptimizer
-from swarmnet_node.training.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_node.training.model import build_model, flatten
-from swarmnet_node.training.trainer import Trainer, learning_rate
+from swarmnet_node.training.steps.flat_model import FlatModel
+from swarmnet_node.training.steps.inner_optimizer import InnerOptimizer
+from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
+from swarmnet_node.training.steps.trainer import Trainer, learning_rate
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.training.job_settings import JobError, TrainingSection
 from swarmnet_protocols.training.job_templates import template

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.training.memory_options import MemoryOptions
-from swarmnet_node.training.trainer import Trainer
+from swarmnet_node.training.steps.memory_options import MemoryOptions
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_protocols.errors import ConfigError
 from tests.support.training.tiny_job import CONFIG, tiny_job, tiny_trainer
 from tests.unit.node.training.test_expert_balance import biases, with_experts

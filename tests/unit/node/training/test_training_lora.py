@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
 from swarmnet_node.training.model import build_model, check_model, checkpoint_of, trained_parameters
-from swarmnet_node.training.trainer import Trainer, learning_rate
+from swarmnet_node.training.steps.trainer import Trainer, learning_rate
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.partial_model import weight_bytes
 from swarmnet_protocols.quantization.precisions import PRECISIONS

@@ -10,7 +10,7 @@ import torch
 
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.replica import NO_STEPS, RESIDUAL, Replica
-from swarmnet_node.training.trainer import StepReport
+from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.training.methods import Average
 from tests.support.training.tiny_job import tiny_job, tiny_trainer
 

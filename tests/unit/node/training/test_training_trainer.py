@@ -20,7 +20,7 @@ from swarmnet_node.training.model import (
     parameter_count,
     write_model,
 )
-from swarmnet_node.training.trainer import Trainer, learning_rate
+from swarmnet_node.training.steps.trainer import Trainer, learning_rate
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.training.job_settings import Job, JobError, TrainingSection
 from swarmnet_protocols.training.job_templates import template

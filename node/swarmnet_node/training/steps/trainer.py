@@ -15,12 +15,12 @@ from transformers.modeling_utils import PreTrainedModel
 
 from swarmnet_node.training.data.corpus import Corpus, open_corpus
 from swarmnet_node.training.data.sampler import BatchSampler, Share, shares_of
-from swarmnet_node.training.expert_balance import ExpertBalance
-from swarmnet_node.training.flat_model import FlatModel
-from swarmnet_node.training.inner_optimizer import InnerOptimizer, check_packages
-from swarmnet_node.training.memory_options import AS_STORED, AUTOMATIC, MemoryOptions
 from swarmnet_node.training.model import build_model, check_flat, check_model, checkpoint_of, write_model
-from swarmnet_node.training.probes import Shift, perturbed
+from swarmnet_node.training.steps.expert_balance import ExpertBalance
+from swarmnet_node.training.steps.flat_model import FlatModel
+from swarmnet_node.training.steps.inner_optimizer import InnerOptimizer, check_packages
+from swarmnet_node.training.steps.memory_options import AS_STORED, AUTOMATIC, MemoryOptions
+from swarmnet_node.training.steps.probes import Shift, perturbed
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, Progress
 from swarmnet_protocols.training.job_settings import Job, TrainingSection

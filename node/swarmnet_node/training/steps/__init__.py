@@ -1,0 +1,1 @@
+"""The inner steps of a worker: its trainer, its weights and gradients, and its optimizer."""
