@@ -47,6 +47,7 @@ from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
 from swarmnet_protocols.training.rounds import messages, reduction, terms
 from swarmnet_protocols.wire import (
     membership_pb2,
@@ -388,6 +389,14 @@ def codec_seeds(name: str) -> list[bytes]:
     return [bytes(get_codec(name).encode(torch.linspace(-1, 1, 300)))]
 
 
+def read_boundary(name: str, data: bytes) -> None:
+    BOUNDARY_CODECS[name].decode(data, 3, 100)
+
+
+def boundary_seeds(name: str) -> list[bytes]:
+    return [bytes(BOUNDARY_CODECS[name].encode(torch.linspace(-1, 1, 300).view(3, 100)))]
+
+
 def read_state(data: bytes) -> None:
     shared_state.SharedState.unpack(bytearray(data))
 
@@ -547,6 +556,12 @@ TARGETS: dict[str, Target] = {
             partial(read_values, name), partial(codec_seeds, name), ("training.codecs.payload.read",)
         )
         for name in CODECS
+    },
+    **{
+        f"boundary {name}": Target(
+            partial(read_boundary, name), partial(boundary_seeds, name), ("training.codecs.payload.read",)
+        )
+        for name in BOUNDARY_CODECS
     },
     "state": Target(read_state, state_seeds, ()),
     "job file": Target(jobs.parse_job, job_seeds, ("training.jobs.parse_job",)),

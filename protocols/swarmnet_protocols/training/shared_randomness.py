@@ -77,12 +77,27 @@ def round_to_bfloat16(
     Element i uses bytes 2i and 2i + 1 of the stream. The bits are equal on every machine. Raises
     ``ValueError`` unless ``start`` is a multiple of 8.
     """
-    if start % _ROUNDED:
-        raise ValueError(f"start {start} is not a multiple of {_ROUNDED}")
-    first, last = start // _ROUNDED, -(-(start + len(values)) // _ROUNDED)
-    drawn = _random_bytes(seed, stream, first, last).view(torch.int16)[: len(values)]
+    drawn = _random_halves(seed, stream, start, len(values))
     dropped = drawn.to(values.device, torch.int32) & 0xFFFF
     return ((values.view(torch.int32) + dropped) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def random_fractions(seed: int, start: int, count: int) -> torch.Tensor:
+    """Return fractions [start, start + count) of the sequence of ``seed``, float32 in (0, 1).
+
+    Fraction i is (b + 1/2) / 65536, where b is bytes 2i and 2i + 1 of stream (0, 0). They are equal
+    on every machine. Raises ``ValueError`` unless ``start`` is a multiple of 8.
+    """
+    drawn = _random_halves(seed, (0, 0), start, count).to(torch.int32) & 0xFFFF
+    return (drawn.float() + 0.5) / 65536
+
+
+def _random_halves(seed: int, stream: tuple[int, int], start: int, count: int) -> torch.Tensor:
+    """Return 16 random bits for each of the elements [start, start + count), int16."""
+    if start % _ROUNDED:
+        raise ValueError(f"start {start} is not a multiple of {_ROUNDED}")
+    first, last = start // _ROUNDED, -(-(start + count) // _ROUNDED)
+    return _random_bytes(seed, stream, first, last).view(torch.int16)[:count]
 
 
 def _signs_of_bytes() -> torch.Tensor:

@@ -14,13 +14,11 @@ contributions stay identical under every codec. All numbers on the wire are litt
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import torch
-
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs.base import Codec
 from swarmnet_protocols.training.codecs.blockwise import FP4, INT4, INT8
 from swarmnet_protocols.training.codecs.error_feedback import ErrorFeedback
-from swarmnet_protocols.training.codecs.floats import FloatCodec
+from swarmnet_protocols.training.codecs.floats import BFLOAT16, FLOAT16, FLOAT32
 from swarmnet_protocols.training.codecs.log8 import Log8Codec
 from swarmnet_protocols.training.codecs.topk import CHUNK, TopKCodec
 
@@ -36,9 +34,9 @@ _CODECS: Mapping[str, Codec] = MappingProxyType(
     {
         codec.name: codec
         for codec in (
-            FloatCodec("float32", torch.float32, biased=False),
-            FloatCodec("bfloat16", torch.bfloat16, biased=False),
-            FloatCodec("float16", torch.float16, biased=True),
+            FLOAT32,
+            BFLOAT16,
+            FLOAT16,
             INT8,
             INT4,
             FP4,

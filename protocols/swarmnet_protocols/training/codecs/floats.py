@@ -7,6 +7,7 @@ import torch
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.codecs.payload import all_finite, check_size, read, write
+from swarmnet_protocols.training.shared_randomness import round_to_bfloat16
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,17 @@ class FloatCodec:
     biased: bool
     sparse: bool = False
 
-    def encode(self, values: torch.Tensor) -> Buffer:
+    def encode(self, values: torch.Tensor, seed: int | None = None) -> Buffer:
+        """With ``seed``, round to bfloat16 up or down at random, without a bias."""
         if not all_finite(values):
             raise ValueError("a value is not finite")
         if self.dtype != torch.float32:
             largest = torch.finfo(self.dtype).max
-            values = values.clamp(-largest, largest).to(self.dtype)
+            values = values.clamp(-largest, largest)
+            if seed is not None and self.dtype == torch.bfloat16:
+                values = round_to_bfloat16(values, seed, (0, 0))
+            else:
+                values = values.to(self.dtype)
         return write(values)
 
     def decode(self, payload: Buffer, count: int) -> torch.Tensor:
@@ -39,3 +45,8 @@ class FloatCodec:
 
     def max_bytes(self, count: int) -> int:
         return count * self.dtype.itemsize
+
+
+FLOAT32 = FloatCodec("float32", torch.float32, biased=False)
+BFLOAT16 = FloatCodec("bfloat16", torch.bfloat16, biased=False)
+FLOAT16 = FloatCodec("float16", torch.float16, biased=True)

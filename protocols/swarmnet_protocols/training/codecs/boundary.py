@@ -1,0 +1,67 @@
+"""Codecs of boundaries: activations and gradients [P, D] between two stages of a pipeline.
+
+P positions (tokens of a microbatch, one sequence after another), D hidden size. A payload has no
+header: both sides know the codec, P and D. Activations are rounded to the nearest level. Gradients
+are rounded at random, so that the error of a sum over microbatches has no bias. The random bits
+come from a seed that both stages know. So a third worker can recompute the bytes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from types import MappingProxyType
+
+import torch
+
+from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.training.codecs.blockwise import BOUNDARY_INT4, BOUNDARY_INT8, BlockCodec
+from swarmnet_protocols.training.codecs.floats import BFLOAT16, FLOAT32, FloatCodec
+
+
+@dataclass(frozen=True)
+class BoundaryCodec:
+    """Encodes tensors [P, D] by a codec of vectors."""
+
+    vectors: FloatCodec | BlockCodec
+
+    def encode(self, values: torch.Tensor, seed: int | None = None) -> Buffer:
+        """Encode ``values`` [P, D] of any float type. With ``seed``, round at random.
+
+        Raises ``ValueError`` if one is not finite.
+        """
+        return self.vectors.encode(values.detach().to("cpu", torch.float32).flatten(), seed)
+
+    def decode(self, payload: Buffer, positions: int, hidden_size: int) -> torch.Tensor:
+        """Decode to float32 [P, D], all finite. Checks the size before it allocates memory.
+
+        Raises ``ProtocolViolation`` for a payload that ``encode`` cannot have returned.
+        """
+        return self.vectors.decode(payload, positions * hidden_size).view(positions, hidden_size)
+
+    def size_bytes(self, positions: int, hidden_size: int) -> int:
+        """Return the bytes of every payload of this shape."""
+        return self.vectors.max_bytes(positions * hidden_size)
+
+
+BOUNDARY_CODECS: Mapping[str, BoundaryCodec] = MappingProxyType(
+    {codec.name: BoundaryCodec(codec) for codec in (FLOAT32, BFLOAT16, BOUNDARY_INT8, BOUNDARY_INT4)}
+)
+"""The codecs by their names in job files, the most exact first."""
+
+
+def codec_for_link(bytes_per_s: float, compute_s: float, positions: int, hidden_size: int) -> str:
+    """Return the name of the most exact codec that the link carries while the stages compute.
+
+    ``bytes_per_s``: the rate of the receiver's link. ``compute_s``: seconds of its forward and
+    backward passes of one microbatch, during which an activation and a gradient arrive. If every
+    codec takes longer, the link sets the pace, and the smallest payload is the fastest.
+    """
+    sizes = {name: codec.size_bytes(positions, hidden_size) for name, codec in BOUNDARY_CODECS.items()}
+    carried = [name for name, size_bytes in sizes.items() if 2 * size_bytes <= bytes_per_s * compute_s]
+    return carried[0] if carried else min(sizes, key=sizes.__getitem__)
+
+
+def rounding_seed(job_seed: int, microbatch: tuple[int, ...], boundary: int) -> int:
+    """Return the seed, 64 bits, of the rounding of a microbatch's gradient at a boundary."""
+    text = "/".join(map(str, (job_seed, *microbatch, boundary)))
+    return int.from_bytes(sha256(text.encode()).digest()[:8])
