@@ -18,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.utils import logging
 
+from swarmnet_node.training.initial_weights import draw_weights
 from swarmnet_node.training.steps.expert_balance import share_biases
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
@@ -298,8 +299,9 @@ def build_model(  # noqa: PLR0913 - all by name but the first
         config = model_config(section, cache_dir)
         cls: Any = causal_class(config)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(seed)  # for weights that the class sets in a way of its own
             model = cls(config).to(torch.float32)
+        draw_weights(model, model.named_modules(), seed)
         for parameter in model.parameters():  # buffers, such as frequencies, stay float32
             parameter.data = parameter.data.to(dtype)
     share_biases(model)

@@ -377,6 +377,7 @@ class LocalModel:
         device: "torch.device",
         labels: int | None = None,
         packed: bool = False,
+        is_trained: bool = False,
     ) -> "PreTrainedModel":
         """Load the CausalLM with embeddings, norm and head; ``stand_ins`` replaces its layers.
 
@@ -386,7 +387,7 @@ class LocalModel:
           head that the checkpoint lacks is initialised.
         - ``packed``: as in ``load_span``. Packed embeddings and heads have no ``weight`` and cannot
           be trained. Otherwise both have dense weights, and in float32 on the CPU lm_head is a
-          ``PackedHead`` where possible.
+          ``PackedHead`` where possible, unless ``is_trained``.
 
         Raises ``ConfigError`` if transformers has no such class.
         """
@@ -405,7 +406,7 @@ class LocalModel:
         layers: list[nn.ModuleList] = []
         products = load_products(self.cache_dir)
         stored: dict[str, PackedTensor] = {}
-        is_float32 = device.type == "cpu" and dtype == torch.float32
+        is_float32 = device.type == "cpu" and dtype == torch.float32 and not is_trained
         form = WeightForm(device, packed or is_float32)
 
         def weights(model: "PreTrainedModel") -> dict[str, Any]:

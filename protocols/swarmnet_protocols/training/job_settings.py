@@ -8,6 +8,7 @@ instead (:meth:`Job.about`), and the user of each worker gives the paths of loca
 import json
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -25,6 +26,8 @@ BYTES = "bytes"
 OF_THE_MODEL = "model"
 """Stands in a sealed job for the tokenizer among the model's files."""
 BUILT_IN_MODEL = "smollm2-135m-instruct"
+MAX_STAGES = 64
+"""Most stages of a model. With more, a microbatch travels too long for its step's deadline."""
 MAX_SOURCES = 16
 """Most sources of a job's data. More do not fit the record of a job."""
 
@@ -249,6 +252,34 @@ class ExchangeSection(_Section):
         return self
 
 
+class StagesSection(_Section):
+    """The stages of the model, if no worker holds the whole. See ``pipeline.stages``."""
+
+    count: int = Field(ge=2, le=MAX_STAGES)
+    cuts: Literal["auto"] | Annotated[tuple[int, ...], Field(strict=False)] = "auto"
+    """The first block of each stage but stage 0. `train create` replaces "auto" by the cuts whose
+    largest stage has the fewest bytes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "StagesSection":
+        if self.cuts == "auto":
+            return self
+        if len(self.cuts) != self.count - 1:
+            raise JobError(
+                "stages",
+                "cuts",
+                f"has {len(self.cuts)} numbers, and {self.count} stages need {self.count - 1}",
+                hint="give the first block of each stage but the first",
+            )
+        if any(one >= other for one, other in pairwise((-1, *self.cuts))):
+            raise JobError("stages", "cuts", "must be block numbers that increase", hint="correct it")
+        return self
+
+    def stage_of(self, block: int) -> int:
+        """Return the stage of a block. ``cuts`` must be numbers."""
+        return sum(cut <= block for cut in self.cuts if isinstance(cut, int))
+
+
 class EvalSection(_Section):
     every_rounds: int = Field(default=1, ge=1)
     batches: int = Field(default=8, ge=1, le=100_000)
@@ -267,6 +298,7 @@ class Job(_Section):
     method: MethodSection
     exchange: ExchangeSection = ExchangeSection()
     eval: EvalSection = EvalSection()
+    stages: StagesSection | None = None
 
     def make_method(self) -> "Method":
         """Make the method with this job's settings.

@@ -36,7 +36,9 @@ def tiny_job(folder: Path, **changes: dict[str, Any]) -> Job:
         "exchange": {"max_workers": 4},
         "eval": {},
     }
-    return Job.model_validate({name: section | changes.get(name, {}) for name, section in sections.items()})
+    return Job.model_validate(
+        {name: sections.get(name, {}) | changes.get(name, {}) for name in sections | changes}
+    )
 
 
 def for_others(job: Job, manifest: bytes | None = None) -> Job:

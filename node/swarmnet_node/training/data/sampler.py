@@ -1,15 +1,23 @@
-"""The order of a job's data: the sequences that each slot trains on, by round and step.
+"""The order of a job's data: the sequences that each slot trains on, by round and step, and their
+batches.
 
 It follows from the job's seed and the weights of the sources. So workers divide the data without
 communication.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from swarmnet_node.training.data.corpus import Corpus
+from swarmnet_protocols.training.job_settings import Job
 
 _FEISTEL_ROUNDS = 6
 """Rounds of the Feistel network that permutes the sequences."""
@@ -143,3 +151,90 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+class Batches:
+    """A corpus, and the order in which a job's workers train on it.
+
+    A batch is ``[batch_size, length + 1]`` tokens. Tokens that do not count in the loss are stored
+    inverted, so they are negative.
+    """
+
+    def __init__(self, corpus: Corpus, sampler: BatchSampler, microbatch: int) -> None:
+        self.corpus = corpus
+        self.sampler = sampler
+        self._microbatch = microbatch
+
+    @classmethod
+    def of(cls, job: Job, corpus: Corpus) -> Self:
+        """Return the batches of ``job``."""
+        sampler = BatchSampler(
+            seed=job.job.seed,
+            shares=tuple(
+                Share(count, source.weight, source.is_own)
+                for count, source in zip(corpus.train.counts, job.data.sources, strict=True)
+            ),
+            batch_size=job.training.batch_size,
+            steps_per_round=job.make_method().steps_per_round,
+            slots=job.exchange.max_workers,
+        )
+        return cls(corpus, sampler, job.training.microbatch or job.training.batch_size)
+
+    def take(self, round: int, step: int, slot: int) -> Tensor:
+        """Return the slot's batch of an inner step."""
+        return self.corpus.train.take(self.sampler.batch(round, step, slot))
+
+    def parts(self, batch: Tensor) -> tuple[Tensor, ...]:
+        """Return the microbatches of a batch."""
+        return tuple(
+            batch[start : start + self._microbatch] for start in range(0, len(batch), self._microbatch)
+        )
+
+    def held_out(self, batches: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield microbatches of at most ``batches`` validation batches, with their source.
+
+        A source's number of batches follows from its weight, if it has enough.
+        """
+        held_out, weights = self.corpus.validation, [share.weight for share in self.sampler.shares]
+        first = 0
+        wanted = shares_of(batches * self.sampler.batch_size, weights)
+        for source, (count, most) in enumerate(zip(held_out.counts, wanted, strict=True)):
+            end = first + min(count, most)
+            for start in range(first, end, self._microbatch):
+                yield source, held_out.take(np.arange(start, min(end, start + self._microbatch)))
+            first += count
+
+    def mean(self, losses: Iterable[tuple[int, float, int]]) -> tuple[float, int]:
+        """Return the mean loss of held-out microbatches, and its number of tokens.
+
+        ``losses``: source, summed loss and tokens of each. A source counts by its weight.
+        """
+        totals, counts = [0.0] * len(self.sampler.shares), [0] * len(self.sampler.shares)
+        for source, loss, tokens in losses:
+            totals[source] += loss
+            counts[source] += tokens
+        mean = weighed = 0.0
+        for share, total, tokens in zip(self.sampler.shares, totals, counts, strict=True):
+            if tokens:  # a source of few rows may hold out none with an answer
+                mean, weighed = mean + share.weight * total / tokens, weighed + share.weight
+        return mean / weighed if weighed else 0.0, sum(counts)
+
+
+def target_count(batch: Tensor) -> int:
+    """Return the number of tokens of ``batch`` that count in the loss."""
+    return int((batch[:, 1:] >= 0).sum())
+
+
+def loss_sum(logits: Tensor, batch: Tensor) -> Tensor:
+    """Return the summed cross-entropy of ``batch``, ``[k, L + 1]``, with ``logits``,
+    ``[k, L, V]``.
+
+    Negative tokens do not count.
+    """
+    targets = batch[:, 1:].clamp(min=-1).flatten()
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum", ignore_index=-1)
+
+
+def inputs_of(batch: Tensor) -> Tensor:
+    """Return the token ids ``[k, L]`` that a model reads of ``batch``, ``[k, L + 1]``."""
+    return torch.where(batch < 0, ~batch, batch)[:, :-1]

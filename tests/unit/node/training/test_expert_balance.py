@@ -13,7 +13,8 @@ from swarmnet_node.training.data.sampler import BatchSampler, Share
 from swarmnet_node.training.model import build_model, read_model, write_model
 from swarmnet_node.training.steps import expert_balance
 from swarmnet_node.training.steps.expert_balance import BIAS, STEP
-from swarmnet_node.training.steps.trainer import Trainer, learning_rate
+from swarmnet_node.training.steps.trained_model import learning_rate
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from tests.support.models.hub_families import FAMILIES
 from tests.support.models.rounding import assert_near
@@ -67,12 +68,12 @@ def test_steps_equal_a_plain_loop_with_the_published_update(family: str, tmp_pat
     t = job.training
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=t.betas, weight_decay=t.weight_decay)
     sampler = BatchSampler(
-        job.job.seed, (Share(len(trainer.corpus.train)),), t.batch_size, 5, job.exchange.max_workers
+        job.job.seed, (Share(len(trainer.batches.corpus.train)),), t.batch_size, 5, job.exchange.max_workers
     )
     buffers = [each for name, each in model.named_buffers() if BIAS in name]
     assert len(buffers) == 2
     for step in range(5):
-        batch = trainer.corpus.train.take(sampler.batch(0, step, 1))
+        batch = trainer.batches.corpus.train.take(sampler.batch(0, step, 1))
         rows = loads(model, batch[:, :-1]).float()
         optimizer.zero_grad()
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
@@ -92,8 +93,8 @@ def test_steps_equal_a_plain_loop_with_the_published_update(family: str, tmp_pat
 
 def test_workers_that_exchange_gradients_move_biases_by_all_loads(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path, **with_experts())
-    sampler = trainer._sampler
-    tokens = [trainer.corpus.train.take(sampler.batch(0, 0, slot))[:, :-1] for slot in range(2)]
+    sampler = trainer.batches.sampler
+    tokens = [trainer.batches.corpus.train.take(sampler.batch(0, 0, slot))[:, :-1] for slot in range(2)]
     rows = sum(loads(trainer._model, each) for each in tokens).float()  # type: ignore[union-attr]
     gradients = [trainer.gradient(0, 0, slot)[0] for slot in range(2)]
     before = biases(trainer)
@@ -126,7 +127,7 @@ def test_biases_make_the_load_even(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         trainer = tiny_trainer(tmp_path, **with_experts())
         for number in range(8):
             trainer.steps(number, 0, 5)
-        tokens = trainer.corpus.train.take(torch.arange(64).numpy())[:, :-1]
+        tokens = trainer.batches.corpus.train.take(torch.arange(64).numpy())[:, :-1]
         rows = loads(trainer._model, tokens).float()
         found[step] = (rows.amax(1) / rows.mean(1)).tolist()
     assert max(found[0.01]) < 1.5 < min(found[0.0])

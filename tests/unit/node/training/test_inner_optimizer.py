@@ -13,7 +13,8 @@ from swarmnet_node.training.model import build_model, flatten
 from swarmnet_node.training.steps.flat_model import FlatModel
 from swarmnet_node.training.steps.inner_optimizer import InnerOptimizer
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
-from swarmnet_node.training.steps.trainer import Trainer, learning_rate
+from swarmnet_node.training.steps.trained_model import learning_rate
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.training.job_settings import JobError, TrainingSection
 from swarmnet_protocols.training.job_templates import template
@@ -38,7 +39,7 @@ def test_steps_by_muon_equal_a_plain_pytorch_loop(tmp_path: Path) -> None:
         torch.optim.AdamW(others, betas=t.betas, weight_decay=t.weight_decay),
     )
     for step in range(5):
-        batch = trainer.corpus.train.take(trainer._sampler.batch(0, step, 1))
+        batch = trainer.batches.corpus.train.take(trainer.batches.sampler.batch(0, step, 1))
         model.zero_grad()
         logits = model(input_ids=batch[:, :-1]).logits
         F.cross_entropy(logits.reshape(-1, 256), batch[:, 1:].reshape(-1)).backward()  # type: ignore[no-untyped-call]

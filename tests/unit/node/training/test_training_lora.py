@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
 from swarmnet_node.training.model import build_model, check_model, checkpoint_of, trained_parameters
-from swarmnet_node.training.steps.trainer import Trainer, learning_rate
+from swarmnet_node.training.steps.trained_model import learning_rate
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.partial_model import weight_bytes
 from swarmnet_protocols.quantization.precisions import PRECISIONS
@@ -81,7 +82,7 @@ def test_steps_equal_peft_on_the_plain_model(base: Path, tmp_path: Path, weights
     optimizer = torch.optim.AdamW(learned, lr=1.0, betas=t.betas, weight_decay=t.weight_decay)
     losses = []
     for step in range(5):
-        batch = trainer.corpus.train.take(trainer._sampler.batch(0, step, 1))
+        batch = trainer.batches.corpus.train.take(trainer.batches.sampler.batch(0, step, 1))
         optimizer.zero_grad()
         logits = plain(input_ids=batch[:, :-1]).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

@@ -20,7 +20,8 @@ from swarmnet_node.training.model import (
     parameter_count,
     write_model,
 )
-from swarmnet_node.training.steps.trainer import Trainer, learning_rate
+from swarmnet_node.training.steps.trained_model import learning_rate
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.training.job_settings import Job, JobError, TrainingSection
 from swarmnet_protocols.training.job_templates import template
@@ -39,10 +40,10 @@ def _bare_loop(job: Job, trainer: Trainer, folder: Path, steps: int) -> Tensor:
     t = job.training
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=t.betas, weight_decay=t.weight_decay)
     sampler = BatchSampler(
-        job.job.seed, (Share(len(trainer.corpus.train)),), t.batch_size, 5, job.exchange.max_workers
+        job.job.seed, (Share(len(trainer.batches.corpus.train)),), t.batch_size, 5, job.exchange.max_workers
     )
     for step in range(steps):
-        batch = trainer.corpus.train.take(sampler.batch(step // 5, step % 5, 1))
+        batch = trainer.batches.corpus.train.take(sampler.batch(step // 5, step % 5, 1))
         optimizer.zero_grad()
         logits = model(input_ids=batch[:, :-1]).logits
         F.cross_entropy(logits.reshape(-1, 256), batch[:, 1:].reshape(-1)).backward()  # type: ignore[no-untyped-call]
@@ -61,23 +62,25 @@ def test_only_tokens_that_count_are_in_the_loss(tmp_path: Path) -> None:
         asked = batch.clone()
         asked[0, :9], asked[1] = ~asked[0, :9], ~asked[1]
         assert float(trainer._loss_sum(asked)) == pytest.approx(float(each[0, 8:].sum()), rel=1e-5)
-    unlearned = ~trainer.corpus.train.sources[0].astype(np.int64)
-    trainer.corpus = replace(trainer.corpus, train=Sequences((unlearned,), 16))
+    unlearned = ~trainer.batches.corpus.train.sources[0].astype(np.int64)
+    trainer.batches.corpus = replace(trainer.batches.corpus, train=Sequences((unlearned,), 16))
     assert trainer.steps(0, 0, 1).loss == 0.0  # a batch without a token that counts
     assert torch.isfinite(trainer.parameters()).all()
 
 
 def test_each_source_counts_in_an_evaluation_by_its_weight(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path)
-    text = trainer.corpus.validation.sources[0]
+    text = trainer.batches.corpus.validation.sources[0]
     held_out = Sequences((text[:330], text[1000:1100]), 16)
     alone = []
     for start, count in ((0, 15), (20, 5)):
         batch = held_out.take(np.arange(start, start + count))
         with torch.no_grad():
             alone.append(float(trainer._loss_sum(batch)) / (16 * count))
-    trainer.corpus = replace(trainer.corpus, validation=held_out)
-    trainer._sampler = replace(trainer._sampler, shares=(Share(9, weight=3.0), Share(9, weight=1.0)))
+    trainer.batches.corpus = replace(trainer.batches.corpus, validation=held_out)
+    trainer.batches.sampler = replace(
+        trainer.batches.sampler, shares=(Share(9, weight=3.0), Share(9, weight=1.0))
+    )
     loss, tokens = trainer.evaluate(5)  # 5 batches of 4
     assert loss == pytest.approx(0.75 * alone[0] + 0.25 * alone[1], rel=1e-5)
     assert tokens == 16 * 20
@@ -307,7 +310,7 @@ def test_the_stated_activations_are_those_that_a_pass_keeps(tmp_path: Path) -> N
         kept[values.untyped_storage().data_ptr()] = values
         return values
 
-    batch = trainer.corpus.train.take(torch.arange(4).numpy())
+    batch = trainer.batches.corpus.train.take(torch.arange(4).numpy())
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda values: values):
         trainer._loss_sum(batch)
     found = sum(each.untyped_storage().nbytes() for pointer, each in kept.items() if pointer not in own)

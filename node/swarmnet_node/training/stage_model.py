@@ -1,0 +1,173 @@
+"""One stage of a job's model: some blocks, and in stage 0 both ends.
+
+1. ``build_stage`` makes the modules of the stage alone, from the job's seed or from its checkpoint.
+   No other tensor is drawn, read or fetched.
+2. ``StageModel`` runs them. A microbatch starts with ``begin`` in stage 0, passes ``forward`` of
+   each later stage, and ends in stage 0 with ``end``.
+
+Its parameters have the names that they have in the whole model, so that checkpoints do not depend
+on the cuts.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarmnet_node.training.initial_weights import draw_weights, materialize, undrawn
+from swarmnet_node.training.model import checkpoint_of, model_config
+from swarmnet_node.training.steps.expert_balance import BIAS
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models import LocalModel, Progress
+from swarmnet_protocols.models.partial_model import (
+    EMBEDDING_SCALE,
+    build_local_layers,
+    build_span,
+    build_whole,
+    decoder_stack,
+)
+from swarmnet_protocols.training.job_settings import JobError, ModelSection
+
+_CPU = torch.device("cpu")
+
+
+class StageModel(nn.Module):
+    """The blocks of a stage, and its ends if it is stage 0."""
+
+    def __init__(self, whole: Any, start: int, span: Any, ends: Any) -> None:
+        """``whole``: the whole model on the meta device. ``start``: the first block of ``span``.
+
+        ``span`` and ``ends`` are transformers models, or None: the decoder stack of the blocks, and
+        the CausalLM without blocks.
+        """
+        super().__init__()
+        self.span = span
+        self.ends = ends
+        self.config = whole.config
+        path = next(name for name, each in whole.named_modules() if each is whole.base_model.layers)
+        self._layers, self._start = path, start
+        self._scale = 1.0
+        if ends is not None:  # the stack multiplies its inputs, embeddings or not: here `begin` does
+            self._scale = float(getattr(ends.base_model, EMBEDDING_SCALE, 1))
+            if hasattr(ends.base_model, EMBEDDING_SCALE):
+                setattr(ends.base_model, EMBEDDING_SCALE, 1)
+
+    @property
+    def parts(self) -> list[Any]:
+        """The transformers models of the stage."""
+        return [each for each in (self.ends, self.span) if each is not None]
+
+    def begin(self, ids: Tensor) -> Tensor:
+        """Return the outputs ``[k, L, D]`` of stage 0 for token ids ``[k, L]``."""
+        hidden: Tensor = self.ends.get_input_embeddings()(ids) * self._scale
+        return self.forward(hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the outputs of the stage's blocks, ``[k, L, D]`` like their inputs."""
+        if self.span is None:
+            return hidden
+        outputs: Tensor = self.span(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        return outputs
+
+    def end(self, hidden: Tensor) -> Tensor:
+        """Return the logits ``[k, L, V]`` for the outputs of the last stage."""
+        logits: Tensor = self.ends(inputs_embeds=hidden, use_cache=False).logits
+        return logits
+
+    def named_modules_of_whole(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules with their names in the whole model."""
+        for part in self.parts:
+            for name, module in part.named_modules():
+                yield self._in_whole(name, is_span=part is self.span), module
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield all parameters with their names in the whole model."""
+        for part in self.parts:
+            for name, parameter in part.named_parameters("", recurse, remove_duplicate):
+                yield prefix + self._in_whole(name, is_span=part is self.span), parameter
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return None if self.ends is None else self.ends.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return None if self.ends is None else self.ends.get_output_embeddings()
+
+    def _in_whole(self, name: str, *, is_span: bool) -> str:
+        """Return the whole model's name for the name of a module or a parameter in a part."""
+        if not is_span:
+            return name
+        stack, _, _ = self._layers.rpartition(".")
+        first, _, rest = name.partition(".")
+        if first != "layers" or not rest:
+            return f"{stack}.{name}"
+        number, _, rest = rest.partition(".")
+        return ".".join([self._layers, str(int(number) + self._start), *([rest] if rest else [])])
+
+
+def build_stage(  # noqa: PLR0913 - all by name but the first
+    section: ModelSection,
+    *,
+    span: tuple[int, int],
+    has_ends: bool,
+    seed: int,
+    cache_dir: Path,
+    progress: Progress = lambda *_: None,
+    local: LocalModel | None = None,
+) -> StageModel:
+    """Return the stage with blocks ``span`` of the job's model, in float32 on the CPU.
+
+    Raises ``JobError`` for a model that cannot be cut.
+    """
+    start, end = span
+    if section.is_checkpoint:
+        local = local or checkpoint_of(section, cache_dir, progress)
+        progress(f"loading blocks {start}:{end} of {section.checkpoint}", 0, None)
+    config = model_config(section, cache_dir) if local is None else local.config
+    whole: Any = build_whole(config).empty()
+    check_cuttable(section, whole)
+    stack: Any = None
+    ends: Any = None
+    if local is not None:
+        form: dict[str, Any] = {"dtype": torch.float32, "device": _CPU}
+        if has_ends:
+            ends = local.load_local_layers(lambda _: nn.ModuleList(), is_trained=True, **form)
+        if end > start:
+            stack = local.load_span(start, end, **form)
+    else:
+        if has_ends:
+            ends = build_local_layers(config, lambda _: None).empty()
+        if end > start:
+            stack = build_span(config, start, end).empty()
+    model = StageModel(whole, start, stack, ends)
+    if local is None:
+        for part in model.parts:
+            materialize(part)
+            part.tie_weights()
+        draw_weights(whole, model.named_modules_of_whole(), seed)
+        if undrawn(model):
+            raise _not_cut(section, f"{type(whole).__name__} sets some initial weights in its own way")
+    model.train().requires_grad_(True)
+    return model
+
+
+def check_cuttable(section: ModelSection, whole: Any) -> None:
+    """Raise ``JobError`` unless the model is embeddings, blocks, a norm and a head."""
+    try:
+        decoder_stack(whole.config)
+    except ConfigError as error:
+        raise _not_cut(section, str(error)) from error
+    if any(name.endswith(BIAS) for name, _ in (*whole.named_parameters(), *whole.named_buffers())):
+        raise _not_cut(section, "the biases of its routers need the loads of all microbatches at once")
+
+
+def _not_cut(section: ModelSection, why: str) -> JobError:
+    return JobError(
+        "model",
+        "checkpoint" if section.is_checkpoint else "config",
+        f"cannot be trained in stages: {why}",
+        hint="remove [stages], or use a family such as Llama, Mistral, Qwen3 or Qwen3-MoE",
+    )

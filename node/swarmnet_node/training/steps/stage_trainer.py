@@ -1,0 +1,84 @@
+"""One stage of a model in training: passes of microbatches, and the gradients that they leave.
+
+1. Stage 0 computes ``begin`` of a microbatch, each later stage ``forward``, and stage 0 ``end``:
+   the loss. All return tensors with autograd graphs, and change nothing.
+2. ``accumulate`` runs one graph backwards. It adds to the stage's gradient and returns the gradient
+   of the graph's inputs, which travels to the stage before.
+3. The gradient is a sum over tokens. ``apply_gradient`` takes it divided by the step's tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from swarmnet_node.training.data.sampler import Batches, inputs_of, loss_sum
+from swarmnet_node.training.stage_model import StageModel
+from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
+from swarmnet_node.training.steps.trained_model import TrainedModel
+from swarmnet_protocols.models import Progress
+from swarmnet_protocols.training.job_settings import Job
+
+
+class StageTrainer(TrainedModel):
+    """Stage ``stage`` of a job's model. Boundaries are ``[k * L, D]``: k sequences of L tokens."""
+
+    def __init__(  # noqa: PLR0913 - all by name but the first
+        self,
+        job: Job,
+        stage: int,
+        model: StageModel,
+        *,
+        batches: Batches | None = None,
+        device: torch.device,
+        memory: MemoryOptions = AUTOMATIC,
+        progress: Progress = lambda *_: None,
+    ) -> None:
+        """``batches``: the job's data, in stage 0 only."""
+        super().__init__(job, model, device=device, memory=memory, progress=progress)
+        self.stage = stage
+        self.batches = batches
+
+    def begin(self, batch: Tensor) -> Tensor:
+        """Return the outputs of stage 0 for a microbatch of tokens, ``[k, L + 1]``."""
+        hidden: Tensor = self._model.begin(inputs_of(batch.to(self._device)))
+        return hidden.flatten(0, 1)
+
+    def forward(self, hidden: Tensor, sequences: int) -> Tensor:
+        """Return the outputs of a later stage. ``hidden``: the outputs of the stage before."""
+        outputs: Tensor = self._model(self._placed(hidden, sequences))
+        return outputs.flatten(0, 1)
+
+    def end(self, hidden: Tensor, batch: Tensor) -> Tensor:
+        """Return the summed loss of a microbatch from the outputs of the last stage."""
+        batch = batch.to(self._device)
+        return loss_sum(self._model.end(self._placed(hidden, len(batch))), batch)
+
+    def accumulate(
+        self, outputs: Tensor, grad_outputs: Tensor | None = None, inputs: Tensor | None = None
+    ) -> Tensor | None:
+        """Run a graph backwards, and add its part to the stage's gradient.
+
+        ``grad_outputs``: the gradient of ``outputs``; None for a loss. ``inputs``: the graph's
+        inputs, a leaf that requires a gradient. Returns their gradient; None without ``inputs``.
+        """
+        self.gradients()
+        if grad_outputs is not None:
+            grad_outputs = grad_outputs.to(outputs.device, outputs.dtype)
+        torch.autograd.backward([outputs], [grad_outputs])
+        if inputs is None:
+            return None
+        gradient, inputs.grad = inputs.grad, None
+        return gradient
+
+    def gradients(self) -> Tensor:
+        """Return the sum of the accumulated gradients, ``[n]`` float32. Zero after
+        ``free_gradients``."""
+        return self._flat.gradients()
+
+    def free_gradients(self) -> None:
+        """Forget the accumulated gradients."""
+        self._flat.free_gradients()
+
+    def _placed(self, hidden: Tensor, sequences: int) -> Tensor:
+        """Return a boundary as the blocks take it, ``[k, L, D]``."""
+        placed = hidden.to(self._device, next(self._model.parameters()).dtype)
+        return placed.view(sequences, -1, hidden.shape[-1])

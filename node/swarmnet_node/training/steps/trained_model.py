@@ -1,0 +1,176 @@
+"""A model in training: its parameters as one vector, and its inner optimizer."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarmnet_node.training.model import check_flat, trained_parameters, write_model
+from swarmnet_node.training.steps.expert_balance import ExpertBalance
+from swarmnet_node.training.steps.flat_model import FlatModel
+from swarmnet_node.training.steps.inner_optimizer import InnerOptimizer
+from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
+from swarmnet_protocols.models import LocalModel, Progress
+from swarmnet_protocols.training.job_settings import Job, StagesSection, TrainingSection
+
+_FINAL_RATE = 0.1
+"""The last learning rate of the cosine schedule, as a fraction of the peak."""
+_BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""The number of a block in a parameter's name."""
+
+
+def learning_rate(training: TrainingSection, step: int, total_steps: int) -> float:
+    """Return the learning rate of inner step ``step``, counted from the start of the job.
+
+    Warm-up is linear; then the rate is constant or follows a cosine.
+    """
+    if step < training.warmup_steps:
+        return training.learning_rate * (step + 1) / training.warmup_steps
+    if training.schedule == "constant":
+        return training.learning_rate
+    done = min(1.0, (step - training.warmup_steps) / max(1, total_steps - training.warmup_steps))
+    return training.learning_rate * (_FINAL_RATE + (1 - _FINAL_RATE) * (1 + math.cos(math.pi * done)) / 2)
+
+
+class TrainedModel:
+    """The parameters of a model or of a stage, and their optimizer. Not thread-safe."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: Any,
+        *,
+        device: torch.device,
+        memory: MemoryOptions = AUTOMATIC,
+        progress: Progress = lambda *_: None,
+    ) -> None:
+        """``progress`` is called at every inner step. An exception from it ends the computation."""
+        self.local: LocalModel | None = None
+        """The checkpoint that the job starts from, or None."""
+        self.step_s = 0.0
+        """Seconds of an inner step on this machine; 0 until it is measured."""
+        self._progress = progress
+        self._training = job.training
+        self._steps_per_round = job.make_method().steps_per_round
+        self._total_steps = job.job.rounds * self._steps_per_round
+        self._device = device
+        self._model = model
+        self._flat = FlatModel(model, device, memory)
+        self._balance = ExpertBalance(model, device)
+        self._stages = 1 if job.stages is None else job.stages.count
+        self._clipped = _parts_by_stage(job.stages, trained_parameters(model))
+        """The parts [start, end) of the vector whose gradients are clipped together."""
+        self._optimizer = InnerOptimizer(
+            job.training,
+            self._flat.values,
+            self._flat.matrices,
+            eight_bit=memory.optimizer_states == "8bit",
+        )
+
+    @property
+    def parameter_count(self) -> int:
+        return self._flat.values.numel()
+
+    def view(self) -> Tensor:
+        """Return the parameters, ``[n]`` on the CPU, valid until the next step or ``load``.
+
+        They are float32, except in jobs with forward passes only.
+        """
+        return self._flat.values.to("cpu")
+
+    def parameters(self) -> Tensor:
+        """Return a copy of the parameters, ``[n]`` on the CPU, ordered like
+        ``named_parameters()``."""
+        return self._flat.values.to("cpu", copy=True)
+
+    def storage(self) -> Tensor:
+        """Return the parameters' own memory, ``[n]``, for changes in place without gradients."""
+        return self._flat.values
+
+    def load(self, parameters: Tensor) -> None:
+        """Replace the parameters by ``[n]`` of the same type. The inner optimizer keeps its state.
+
+        Raises ``IntegrityError`` for other shapes and types.
+        """
+        values = self._flat.values
+        values.copy_(check_flat(parameters, self.parameter_count, values.dtype))
+        self._flat.refresh()
+
+    @property
+    def blocks(self) -> int:
+        """Decoder layers of the model, at least 1."""
+        return getattr(self._model.config, "num_hidden_layers", 1)
+
+    @property
+    def is_on_accelerator(self) -> bool:
+        return self._device.type != "cpu"
+
+    def report_steps(self, step: int) -> None:
+        """Report to ``progress`` that the inner steps [0, step) of a round are done."""
+        self._progress("inner steps", step, self._steps_per_round)
+
+    def apply_gradient(self, round: int, step: int, gradient: Tensor) -> None:
+        """Run one inner step with ``gradient`` (``[n]`` float32), clipped like the trainer's own
+        gradients."""
+        self._flat.gradients().copy_(check_flat(gradient, self.parameter_count))
+        self._update(round, step)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return a copy of the inner optimizer's state, as in ``InnerOptimizer.state``."""
+        return self._optimizer.state()
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the inner optimizer's state by a result of ``optimizer_state``.
+
+        Raises ``IntegrityError`` for other names or shapes, and for values that are not finite.
+        """
+        self._optimizer.load(state)
+
+    def write(self, folder: Path, parameters: Tensor) -> None:
+        """Write the model with ``parameters`` into ``folder``, in Hugging Face layout."""
+        write_model(
+            self._model, check_flat(parameters, self.parameter_count, self._flat.values.dtype), folder
+        )
+
+    def _update(self, round: int, step: int) -> None:
+        gradient = self._flat.gradients()
+        loads = self._balance.extract(gradient)
+        self._clip(gradient)
+        steps_before = round * self._steps_per_round + step
+        biases = self._balance.biases(self._flat.values)
+        self._optimizer.step(gradient, learning_rate(self._training, steps_before, self._total_steps))
+        self._balance.step(self._flat.values, biases, loads)
+        self._flat.refresh()
+
+    def _clip(self, gradient: Tensor) -> None:
+        """Limit the norm of each stage's part of ``gradient``. Without stages, limit all of it."""
+        most = self._training.clip_norm / math.sqrt(self._stages)
+        for stage in self._clipped:
+            parts = [gradient[start:end] for start, end in stage]
+            norms = [torch.linalg.vector_norm(part) for part in parts]
+            norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+            for part in parts:
+                part.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+
+
+def _parts_by_stage(
+    stages: StagesSection | None, named: Sequence[tuple[str, nn.Parameter]]
+) -> list[list[tuple[int, int]]]:
+    """Return the parts [start, end) of a vector of the parameters ``named`` that belong to each
+    stage. A stage without a part is left out."""
+    parts: dict[int, list[tuple[int, int]]] = {}
+    start = 0
+    for name, parameter in named:
+        block, end = _BLOCK.search(name), start + parameter.numel()
+        stage = 0 if stages is None or block is None else stages.stage_of(int(block[1]))
+        found = parts.setdefault(stage, [])
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+        start = end
+    return list(parts.values())

@@ -1,0 +1,1 @@
+"""Jobs whose model no worker holds: each worker has one stage of it."""

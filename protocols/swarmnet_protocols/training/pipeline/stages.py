@@ -1,0 +1,69 @@
+"""The stages of a job's model: their blocks, their keys, and the stage that a newcomer takes. Pure.
+
+Stages form a ring (docs/decisions/0158). Stage 0 has both ends of the model: embeddings, final norm
+and output head. It may have the first blocks. Each later stage has blocks only.
+"""
+
+import hashlib
+import random
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from statistics import median
+
+_KEY_DOMAIN = b"swarmnet-training-stage-1\0"
+_NUMBER_BYTES = 4
+
+
+def stage_key(job_id: bytes, stage: int) -> bytes:
+    """Return the key under which the workers of a stage meet, average and share their state."""
+    return hashlib.sha256(_KEY_DOMAIN + job_id + stage.to_bytes(_NUMBER_BYTES, "big")).digest()
+
+
+def spans(cuts: Sequence[int], blocks: int) -> list[tuple[int, int]]:
+    """Return the blocks [start, end) of each stage. ``cuts``: the first block of each stage but
+    stage 0."""
+    return list(pairwise((0, *cuts, blocks)))
+
+
+def balanced_cuts(block_bytes: Sequence[int], ends_bytes: int, count: int) -> tuple[int, ...]:
+    """Return the cuts into ``count`` stages whose largest stage has the fewest bytes.
+
+    Only stage 0 may have no block. Raises ``ValueError`` if there are too few blocks.
+    """
+    if not 1 <= count <= len(block_bytes) + 1:
+        raise ValueError(f"{len(block_bytes)} blocks make at most {len(block_bytes) + 1} stages")
+    sums = [0, *accumulate(block_bytes)]
+    low, high = max([ends_bytes, *block_bytes]), sums[-1] + ends_bytes
+    while low < high:
+        middle = (low + high) // 2
+        if ends_bytes + sums[(_cuts_within(sums, middle, count) or (len(block_bytes),))[0]] <= middle:
+            high = middle
+        else:
+            low = middle + 1
+    return _cuts_within(sums, low, count)
+
+
+def _cuts_within(sums: Sequence[int], most: int, count: int) -> tuple[int, ...]:
+    """Return the cuts whose later stages take as many blocks as ``most`` bytes allow, from the last
+    stage on. At least one block is left for each stage between them and stage 0."""
+    cuts = [len(sums) - 1]
+    for between in range(count - 2, -1, -1):
+        end = start = cuts[0]
+        while start > between and sums[end] - sums[start - 1] <= most:
+            start -= 1
+        cuts.insert(0, start)
+    return tuple(cuts[:-1])
+
+
+def neediest_stage(rates: Sequence[Sequence[float]], rng: random.Random) -> int:
+    """Return the stage that a newcomer should take: the one with the lowest sum of its workers'
+    rates.
+
+    ``rates``: for each stage, the rate of each of its workers, or 0 if it is unknown. A worker of
+    unknown rate counts as a usual one. Among equal stages ``rng`` draws one, because newcomers that
+    start together see the same records.
+    """
+    known = [rate for stage in rates for rate in stage if rate > 0]
+    usual = median(known) if known else 1.0
+    sums = [sum(rate or usual for rate in stage) for stage in rates]
+    return rng.choice([stage for stage, rate in enumerate(sums) if rate <= min(sums)])
