@@ -122,27 +122,33 @@ def check_job(
     """Return the job in its published form: with hashes, without local paths.
 
     Reads the data and the checkpoint to hash them. Of workers' own data, it reads only the files
-    that the owner named. ``tell`` gets the memory needs of a worker. Raises ``JobError`` if this
+    that the owner named. ``tell`` gets the memory needs of a worker, of the largest stage.
+    Raises ``JobError`` if this
     machine could not train the job, or if others could not get its data or checkpoint.
     """
     import psutil
 
     from swarmnet_node.training.data.corpus import open_source, tokenizer_of
-    from swarmnet_node.training.model import check_model, checkpoint_of
+    from swarmnet_node.training.model import check_model, checkpoint_of, with_cuts
 
+    job = with_cuts(job, cache_dir)
     tokenizer = tokenizer_of(job.data, cache_dir, progress)
     hashes: list[tuple[str, int] | None] = []
     for source in job.data.sources:
         read = None if source.needs_path else open_source(job.data, source, tokenizer, cache_dir, progress)
         hashes.append(None if read is None or source.is_own else (read.digest, read.size_bytes))
-    tell(
+    stages = [None] if job.stages is None else range(job.stages.count)
+    needs = [
         check_model(
             job,
             vocab_size=tokenizer.vocab_size,
             available_bytes=psutil.virtual_memory().total,
             cache_dir=cache_dir,
+            stage=stage,
         )
-    )
+        for stage in stages
+    ]
+    tell(max(needs, key=lambda each: each.total_bytes))
     manifest = checkpoint_of(job.model, cache_dir).manifest.hash if job.model.is_checkpoint else None
     return job.about(hashes, manifest)
 

@@ -4,6 +4,7 @@ layout."""
 import copy
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -19,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from transformers.utils import logging
 
 from swarmnet_node.training.initial_weights import draw_weights
-from swarmnet_node.training.steps.expert_balance import share_biases
+from swarmnet_node.training.steps.expert_balance import BIAS, share_biases
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.models import LocalModel, Progress, resolve
@@ -40,7 +41,13 @@ from swarmnet_protocols.models.peft_adapters import (
 from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.quantization.precisions import PRECISIONS, UNQUANTIZED
 from swarmnet_protocols.training.job_settings import Job, JobError, ModelSection, is_published
-from swarmnet_protocols.training.memory_needs import MemoryNeeds, activation_bytes, bytes_per_parameter
+from swarmnet_protocols.training.memory_needs import (
+    MemoryNeeds,
+    activation_bytes,
+    boundary_bytes,
+    bytes_per_parameter,
+)
+from swarmnet_protocols.training.pipeline.stages import balanced_cuts, block_of
 
 if TYPE_CHECKING:
     from swarmnet_protocols.fetching.peers import SwarmPeers
@@ -151,6 +158,12 @@ def parameter_count(config: PretrainedConfig) -> int:
 
     Raises ``JobError`` for impossible shapes.
     """
+    return sum(parameters_by_block(config).values())
+
+
+def parameters_by_block(config: PretrainedConfig) -> Counter[int | None]:
+    """Count the parameters of each block, and under None those of the ends. Raises ``JobError`` for
+    impossible shapes."""
     layers = getattr(config, "num_hidden_layers", 0)
     if layers > _MAX_LAYERS:
         raise JobError("model", "config", f"has {layers} layers, more than {_MAX_LAYERS}", hint=_CORRECT)
@@ -161,7 +174,52 @@ def parameter_count(config: PretrainedConfig) -> int:
             share_biases(model)
     except (*CONFIG_FAULTS, RuntimeError, ZeroDivisionError) as error:
         raise JobError("model", "config", f"is wrong: {error}", hint=_CORRECT) from error
-    return sum(parameter.numel() for parameter in model.parameters())
+    counts: Counter[int | None] = Counter()
+    for name, parameter in model.named_parameters():
+        counts[block_of(name)] += parameter.numel()
+    return counts
+
+
+def with_cuts(job: Job, cache_dir: Path) -> Job:
+    """Return a job in stages with numbers for cuts, checked with the number of its model's blocks.
+
+    Raises ``JobError`` for a model that cannot be cut so.
+    """
+    if job.stages is None:
+        return job
+    where = "checkpoint" if job.model.is_checkpoint else "config"
+    config, stages = model_config(job.model, cache_dir), job.stages
+    try:
+        decoder_stack(config)
+    except ConfigError as error:
+        raise _not_cut(where, str(error)) from error
+    counts = parameters_by_block(config)
+    blocks = [counts[block] for block in range(config.num_hidden_layers)]
+    if any(name.endswith(BIAS) for name in build_whole(config).empty().state_dict()):
+        raise _not_cut(where, "the biases of its routers need the loads of all microbatches at once")
+    cuts = stages.cuts
+    if cuts == "auto":
+        if stages.count > len(blocks) + 1:
+            most = f"{len(blocks)} blocks make at most {len(blocks) + 1} stages"
+            raise JobError("stages", "count", f"is {stages.count}, and {most}", hint="lower it")
+        cuts = balanced_cuts(blocks, counts[None], stages.count)
+    if cuts[-1] >= len(blocks):
+        raise JobError(
+            "stages",
+            "cuts",
+            f"has block {cuts[-1]}, and the model has the blocks 0 to {len(blocks) - 1}",
+            hint="lower it",
+        )
+    return job.model_copy(update={"stages": stages.model_copy(update={"cuts": cuts})})
+
+
+def _not_cut(where: str, why: str) -> JobError:
+    return JobError(
+        "model",
+        where,
+        f"cannot be trained in stages: {why}",
+        hint="remove [stages], or use a family such as Llama, Mistral, Qwen3 or Qwen3-MoE",
+    )
 
 
 def check_model(
@@ -171,10 +229,12 @@ def check_model(
     available_bytes: int,
     cache_dir: Path,
     memory: MemoryOptions = AUTOMATIC,
+    stage: int | None = None,
 ) -> MemoryNeeds:
     """Return the memory that a worker needs, from headers alone.
 
-    Raises ``JobError`` if the model does not fit the data or the memory.
+    ``stage``: the worker's stage, in a job that has stages. Raises ``JobError`` if the model does
+    not fit the data or the memory.
     """
     config = model_config(job.model, cache_dir)
     where = "checkpoint" if job.model.is_checkpoint else "config"
@@ -193,8 +253,17 @@ def check_model(
             f"is more than the {positions} positions of the model",
             hint="shorten it, or raise max_position_embeddings",
         )
-    count = trained = parameter_count(config)
-    frozen_bytes = 0
+    counts = parameters_by_block(config)
+    count = trained = sum(counts.values())
+    activations = activation_bytes(job, config, recompute=memory.recompute)
+    frozen_bytes = boundaries = 0
+    if job.stages is not None and stage is not None:
+        start, end = job.stages.spans(config.num_hidden_layers)[stage]
+        trained = sum(counts[block] for block in range(start, end)) + (0 if stage else counts[None])
+        activations = activation_bytes(
+            job, config, recompute=memory.recompute, blocks=end - start, has_head=stage == 0
+        )
+        boundaries = boundary_bytes(job, config)
     if job.model.is_lora:
         local, quantized = checkpoint_of(job.model, cache_dir), PRECISIONS.get(job.model.weights)
         if quantized is not None and local.precision.upper() not in {each.name for each in UNQUANTIZED}:
@@ -207,8 +276,7 @@ def check_model(
         trained = adapter_parameters(job.model, config)
         frozen_bytes = local.whole_bytes(quantized)
     each_bytes = bytes_per_parameter(job, eight_bit=memory.optimizer_states == "8bit")
-    activations = activation_bytes(job, config, recompute=memory.recompute)
-    needs = MemoryNeeds(count, trained, frozen_bytes, round(trained * each_bytes), activations)
+    needs = MemoryNeeds(count, trained, frozen_bytes, round(trained * each_bytes), activations, boundaries)
     if needs.total_bytes > available_bytes:
         raise JobError(
             "model",

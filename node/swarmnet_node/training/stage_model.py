@@ -18,17 +18,14 @@ from torch import Tensor, nn
 
 from swarmnet_node.training.initial_weights import draw_weights, materialize, undrawn
 from swarmnet_node.training.model import checkpoint_of, model_config
-from swarmnet_node.training.steps.expert_balance import BIAS
-from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, Progress
 from swarmnet_protocols.models.partial_model import (
     EMBEDDING_SCALE,
     build_local_layers,
     build_span,
     build_whole,
-    decoder_stack,
 )
-from swarmnet_protocols.training.job_settings import JobError, ModelSection
+from swarmnet_protocols.training.job_settings import Job, JobError
 
 _CPU = torch.device("cpu")
 
@@ -108,27 +105,28 @@ class StageModel(nn.Module):
         return ".".join([self._layers, str(int(number) + self._start), *([rest] if rest else [])])
 
 
-def build_stage(  # noqa: PLR0913 - all by name but the first
-    section: ModelSection,
-    *,
-    span: tuple[int, int],
-    has_ends: bool,
-    seed: int,
+def build_stage(
+    job: Job,
+    stage: int,
     cache_dir: Path,
     progress: Progress = lambda *_: None,
+    *,
     local: LocalModel | None = None,
 ) -> StageModel:
-    """Return the stage with blocks ``span`` of the job's model, in float32 on the CPU.
+    """Return a stage of the job's model, in float32 on the CPU.
 
-    Raises ``JobError`` for a model that cannot be cut.
+    ``model.with_cuts`` has checked that the model can be cut. ``local``: the checkpoint, if it is
+    open. Raises ``JobError`` for a family that draws weights in a way of its own.
     """
-    start, end = span
+    section = job.model
     if section.is_checkpoint:
         local = local or checkpoint_of(section, cache_dir, progress)
-        progress(f"loading blocks {start}:{end} of {section.checkpoint}", 0, None)
+        progress(f"loading stage {stage} of {section.checkpoint}", 0, None)
     config = model_config(section, cache_dir) if local is None else local.config
+    has_ends, (start, end) = stage == 0, (0, config.num_hidden_layers)
+    if job.stages is not None:
+        start, end = job.stages.spans(config.num_hidden_layers)[stage]
     whole: Any = build_whole(config).empty()
-    check_cuttable(section, whole)
     stack: Any = None
     ends: Any = None
     if local is not None:
@@ -144,30 +142,17 @@ def build_stage(  # noqa: PLR0913 - all by name but the first
             stack = build_span(config, start, end).empty()
     model = StageModel(whole, start, stack, ends)
     if local is None:
+        seed = job.job.seed
         for part in model.parts:
             materialize(part)
             part.tie_weights()
         draw_weights(whole, model.named_modules_of_whole(), seed)
         if undrawn(model):
-            raise _not_cut(section, f"{type(whole).__name__} sets some initial weights in its own way")
+            raise JobError(
+                "model",
+                "config",
+                f"cannot be cut: {type(whole).__name__} sets some initial weights in a way of its own",
+                hint='start from a "checkpoint", or remove [stages]',
+            )
     model.train().requires_grad_(True)
     return model
-
-
-def check_cuttable(section: ModelSection, whole: Any) -> None:
-    """Raise ``JobError`` unless the model is embeddings, blocks, a norm and a head."""
-    try:
-        decoder_stack(whole.config)
-    except ConfigError as error:
-        raise _not_cut(section, str(error)) from error
-    if any(name.endswith(BIAS) for name, _ in (*whole.named_parameters(), *whole.named_buffers())):
-        raise _not_cut(section, "the biases of its routers need the loads of all microbatches at once")
-
-
-def _not_cut(section: ModelSection, why: str) -> JobError:
-    return JobError(
-        "model",
-        "checkpoint" if section.is_checkpoint else "config",
-        f"cannot be trained in stages: {why}",
-        hint="remove [stages], or use a family such as Llama, Mistral, Qwen3 or Qwen3-MoE",
-    )

@@ -275,6 +275,13 @@ class StagesSection(_Section):
             raise JobError("stages", "cuts", "must be block numbers that increase", hint="correct it")
         return self
 
+    def spans(self, blocks: int) -> list[tuple[int, int]]:
+        """Return the blocks [start, end) of each stage of a model of ``blocks`` blocks.
+
+        ``cuts`` must be numbers.
+        """
+        return list(pairwise((0, *(cut for cut in self.cuts if isinstance(cut, int)), blocks)))
+
     def stage_of(self, block: int) -> int:
         """Return the stage of a block. ``cuts`` must be numbers."""
         return sum(cut <= block for cut in self.cuts if isinstance(cut, int))
@@ -402,6 +409,8 @@ class Job(_Section):
                 "is no published model: a job of another peer names no files of this machine",
                 hint=_FIX,
             )
+        if self.stages is not None and self.stages.cuts == "auto":
+            raise JobError("stages", "cuts", "are not known", hint="make the job with `train create`")
         if model.is_checkpoint and model.manifest is None:
             raise JobError("model", "manifest", "is missing", hint="make the job with `train create`")
 
@@ -469,6 +478,13 @@ class Job(_Section):
                     f"is 'muon', but workers exchange {kind} with {self.method.name}",
                     hint='use another method, such as diloco, or optimizer = "adamw"',
                 )
+            if self.stages is not None and kind != "gradients":
+                raise JobError(
+                    "stages",
+                    "",
+                    f"needs a method that exchanges gradients, and {self.method.name} exchanges {kind}",
+                    hint='use name = "allreduce" in [method], or remove [stages]',
+                )
             slopes = kind == "scalars" or self.exchange.codec == "log8"
             if slopes and self.exchange.aggregate != "mean":
                 raise JobError(
@@ -477,6 +493,10 @@ class Job(_Section):
                     'must be "mean" for slopes: each worker measures along directions of its own',
                     hint='leave it out; "mean" also limits a worker, to the median norm of all',
                 )
+        if self.stages is not None and self.model.is_lora:
+            raise JobError(
+                "stages", "", "needs whole weights to train", hint='remove train = "lora", or remove [stages]'
+            )
         if self.exchange.codec is None:
             return
         from swarmnet_protocols.training.codecs import get_codec

@@ -27,6 +27,8 @@ class MemoryNeeds:
     - ``frozen_bytes``: bytes of weights that are not trained.
     - ``trained_bytes``: bytes of trained parameters, with what optimizers and exchanges keep.
     - ``activation_bytes``: bytes that a forward pass keeps for the backward pass, estimated.
+    - ``boundary_bytes``: bytes of the inputs, outputs and gradients of a batch. A stage's worker
+      keeps them until its step ends.
     """
 
     parameters: int
@@ -34,15 +36,18 @@ class MemoryNeeds:
     frozen_bytes: int
     trained_bytes: int
     activation_bytes: int
+    boundary_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.frozen_bytes + self.trained_bytes + self.activation_bytes
+        return self.frozen_bytes + self.trained_bytes + self.activation_bytes + self.boundary_bytes
 
     def __str__(self) -> str:
         trained = f"{self.trained:,} parameters: training takes"
         if self.frozen_bytes:
             trained = f"{self.parameters:,} frozen weights and an adapter of {trained}"
+        elif self.trained < self.parameters:
+            trained = f"{self.parameters:,} parameters, and a stage of {trained}"
         return f"{trained} {self.total_bytes / 2**30:.1f} GiB of memory"
 
 
@@ -55,21 +60,34 @@ def bytes_per_parameter(job: Job, *, eight_bit: bool = False) -> float:
     return _KEPT_BYTES + _EXCHANGE_BYTES - (6 if eight_bit else 0)
 
 
-def activation_bytes(job: Job, config: Any, *, recompute: bool = False) -> int:
+def activation_bytes(
+    job: Job, config: Any, *, recompute: bool = False, blocks: int | None = None, has_head: bool = True
+) -> int:
     """Return the bytes of a model's activations in float32, for the sequences that it takes at
     once.
 
     As counted for a Llama, a token keeps 10 vectors of the hidden width and 4 of the MLP's in each
     block, and its logits; the gradient of the logits needs twice as much again. ``recompute``: only
-    one block keeps them, and the others keep their inputs.
+    one block keeps them, and the others keep their inputs. ``blocks``: the blocks of a stage, which
+    keeps the activations of as many microbatches as there are stages.
     """
     if not isinstance(getattr(config, "hidden_size", None), int):
         return 0
-    widths, blocks = LayerWidths.of(config), int(getattr(config, "num_hidden_layers", 1))
+    widths = LayerWidths.of(config)
+    blocks = int(getattr(config, "num_hidden_layers", 1)) if blocks is None else blocks
     block = 10 * widths.hidden + 4 * widths.intermediate
     if isinstance(job.make_method(), ZeroOrder):
         kept = block
     else:
         kept = blocks * widths.hidden + block if recompute else blocks * block
     sequences = job.training.microbatch or job.training.batch_size
-    return 4 * sequences * job.data.sequence_length * (kept + 3 * int(config.vocab_size))
+    kept *= 1 if job.stages is None else job.stages.count
+    logits = 3 * int(config.vocab_size) if has_head else 0
+    return 4 * sequences * job.data.sequence_length * (kept + logits)
+
+
+def boundary_bytes(job: Job, config: Any) -> int:
+    """Return the bytes of what a stage's worker keeps of a batch: its inputs, its outputs, and the
+    gradients of both, in float32."""
+    positions = job.training.batch_size * job.data.sequence_length
+    return 4 * 4 * positions * int(config.hidden_size)

@@ -7,15 +7,25 @@
 3. The gradient is a sum over tokens. ``apply_gradient`` takes it divided by the step's tokens.
 """
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
 import torch
 from torch import Tensor
 
+from swarmnet_node.training.data.corpus import open_corpus
 from swarmnet_node.training.data.sampler import Batches, inputs_of, loss_sum
-from swarmnet_node.training.stage_model import StageModel
+from swarmnet_node.training.model import check_model, checkpoint_of
+from swarmnet_node.training.stage_model import StageModel, build_stage
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
-from swarmnet_node.training.steps.trained_model import TrainedModel
+from swarmnet_node.training.steps.trained_model import TrainedModel, check_options
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.training.job_settings import Job
+from swarmnet_protocols.training.memory_needs import MemoryNeeds
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.fetching.peers import SwarmPeers
 
 
 class StageTrainer(TrainedModel):
@@ -36,6 +46,43 @@ class StageTrainer(TrainedModel):
         super().__init__(job, model, device=device, memory=memory, progress=progress)
         self.stage = stage
         self.batches = batches
+
+    @classmethod
+    def open(  # noqa: PLR0913 - a job, and the machine that trains it
+        cls,
+        job: Job,
+        stage: int,
+        *,
+        cache_dir: Path,
+        available_bytes: int,
+        device: torch.device,
+        memory: MemoryOptions = AUTOMATIC,
+        progress: Progress = lambda *_: None,
+        peers: "SwarmPeers | None" = None,
+        tell: Callable[[MemoryNeeds], None] = lambda needs: None,
+    ) -> Self:
+        """Return a trainer with the stage's initial parameters. As ``Trainer.open``.
+
+        Only stage 0 reads the data.
+        """
+        check_options(job, memory)
+        local = checkpoint_of(job.model, cache_dir, progress, peers) if job.model.is_checkpoint else None
+        corpus = None if stage else open_corpus(job.data, cache_dir, progress)
+        tell(
+            check_model(
+                job,
+                vocab_size=0 if corpus is None else corpus.vocab_size,
+                available_bytes=available_bytes,
+                cache_dir=cache_dir,
+                memory=memory,
+                stage=stage,
+            )
+        )
+        model = build_stage(job, stage, cache_dir, progress, local=local)
+        batches = None if corpus is None else Batches.of(job, corpus)
+        trainer = cls(job, stage, model, batches=batches, device=device, memory=memory, progress=progress)
+        trainer.local = local
+        return trainer
 
     def begin(self, batch: Tensor) -> Tensor:
         """Return the outputs of stage 0 for a microbatch of tokens, ``[k, L + 1]``."""

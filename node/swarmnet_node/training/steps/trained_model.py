@@ -1,7 +1,6 @@
 """A model in training: its parameters as one vector, and its inner optimizer."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,32 @@ from torch import Tensor, nn
 from swarmnet_node.training.model import check_flat, trained_parameters, write_model
 from swarmnet_node.training.steps.expert_balance import ExpertBalance
 from swarmnet_node.training.steps.flat_model import FlatModel
-from swarmnet_node.training.steps.inner_optimizer import InnerOptimizer
+from swarmnet_node.training.steps.inner_optimizer import InnerOptimizer, check_packages
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, Progress
 from swarmnet_protocols.training.job_settings import Job, StagesSection, TrainingSection
+from swarmnet_protocols.training.pipeline.stages import block_of
 
 _FINAL_RATE = 0.1
 """The last learning rate of the cosine schedule, as a fraction of the peak."""
-_BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-"""The number of a block in a parameter's name."""
+
+
+def check_options(job: Job, memory: MemoryOptions) -> None:
+    """Raise ``ConfigError`` for options about memory that do not fit the job, and for missing
+    packages."""
+    method = job.make_method()
+    if memory.optimizer_states == "8bit" and method.kind == "gradients":
+        raise ConfigError(
+            f"with {method.name}, all workers keep the same optimizer states, in float32",
+            hint="leave out --optimizer-states 8bit",
+        )
+    if memory != AUTOMATIC and method.kind == "scalars":
+        raise ConfigError(
+            f"{method.name} takes forward passes only, in the format that the job names",
+            hint="leave out --precision, --recompute and --optimizer-states",
+        )
+    check_packages(job.training, eight_bit=memory.optimizer_states == "8bit")
 
 
 def learning_rate(training: TrainingSection, step: int, total_steps: int) -> float:
@@ -165,8 +181,8 @@ def _parts_by_stage(
     parts: dict[int, list[tuple[int, int]]] = {}
     start = 0
     for name, parameter in named:
-        block, end = _BLOCK.search(name), start + parameter.numel()
-        stage = 0 if stages is None or block is None else stages.stage_of(int(block[1]))
+        block, end = block_of(name), start + parameter.numel()
+        stage = 0 if stages is None or block is None else stages.stage_of(block)
         found = parts.setdefault(stage, [])
         if found and found[-1][1] == start:
             found[-1] = (found[-1][0], end)

@@ -13,11 +13,9 @@ from transformers.modeling_utils import PreTrainedModel
 from swarmnet_node.training.data.corpus import Corpus, open_corpus
 from swarmnet_node.training.data.sampler import Batches, inputs_of, loss_sum, target_count
 from swarmnet_node.training.model import build_model, check_model, checkpoint_of
-from swarmnet_node.training.steps.inner_optimizer import check_packages
 from swarmnet_node.training.steps.memory_options import AS_STORED, AUTOMATIC, MemoryOptions
 from swarmnet_node.training.steps.probes import Shift, perturbed
-from swarmnet_node.training.steps.trained_model import TrainedModel
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_node.training.steps.trained_model import TrainedModel, check_options
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.memory_needs import MemoryNeeds
@@ -77,17 +75,7 @@ class Trainer(TrainedModel):
         for options about memory that do not fit the job.
         """
         method = job.make_method()
-        if memory.optimizer_states == "8bit" and method.kind == "gradients":
-            raise ConfigError(
-                f"with {method.name}, all workers keep the same optimizer states, in float32",
-                hint="leave out --optimizer-states 8bit",
-            )
-        if memory != AUTOMATIC and method.kind == "scalars":
-            raise ConfigError(
-                f"{method.name} takes forward passes only, in the format that the job names",
-                hint="leave out --precision, --recompute and --optimizer-states",
-            )
-        check_packages(job.training, eight_bit=memory.optimizer_states == "8bit")
+        check_options(job, memory)
         local = checkpoint_of(job.model, cache_dir, progress, peers) if job.model.is_checkpoint else None
         corpus = open_corpus(job.data, cache_dir, progress)
         needs = check_model(

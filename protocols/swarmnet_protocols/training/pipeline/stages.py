@@ -6,23 +6,25 @@ and output head. It may have the first blocks. Each later stage has blocks only.
 
 import hashlib
 import random
+import re
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from statistics import median
 
 _KEY_DOMAIN = b"swarmnet-training-stage-1\0"
 _NUMBER_BYTES = 4
+_BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def block_of(name: str) -> int | None:
+    """Return the block of a parameter of a model in blocks; None for the ends."""
+    found = _BLOCK.search(name)
+    return None if found is None else int(found[1])
 
 
 def stage_key(job_id: bytes, stage: int) -> bytes:
     """Return the key under which the workers of a stage meet, average and share their state."""
     return hashlib.sha256(_KEY_DOMAIN + job_id + stage.to_bytes(_NUMBER_BYTES, "big")).digest()
-
-
-def spans(cuts: Sequence[int], blocks: int) -> list[tuple[int, int]]:
-    """Return the blocks [start, end) of each stage. ``cuts``: the first block of each stage but
-    stage 0."""
-    return list(pairwise((0, *cuts, blocks)))
 
 
 def balanced_cuts(block_bytes: Sequence[int], ends_bytes: int, count: int) -> tuple[int, ...]:

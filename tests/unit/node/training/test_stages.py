@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.training.stage_model import build_stage
+from swarmnet_node.training.job_store import check_job
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_protocols.training.job_settings import Job, JobError
-from swarmnet_protocols.training.pipeline.stages import balanced_cuts, spans
+from swarmnet_protocols.training.memory_needs import MemoryNeeds
+from swarmnet_protocols.training.pipeline.stages import balanced_cuts
 from tests.support.models.rounding import assert_near
 from tests.support.training.tiny_job import CONFIG, tiny_job, tiny_trainer
 
 CPU = torch.device("cpu")
+ALLREDUCE: dict[str, dict[str, Any]] = {"method": {"name": "allreduce", "settings": {}}}
 BLOCKS = {"num_hidden_layers": 4}
 LLAMA = CONFIG | BLOCKS
 MOE = (
@@ -29,18 +31,33 @@ MOE = (
         "tie_word_embeddings": False,
     }
 )
+SIGMOID = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 GRANITE = LLAMA | {"model_type": "granite", "embedding_multiplier": 12.0, "logits_scaling": 8.0}
 
 
 def stages_of(job: Job, folder: Path) -> list[StageTrainer]:
     assert job.stages is not None
-    trainers = []
-    for stage, span in enumerate(spans(job.stages.cuts, 4)):  # type: ignore[arg-type]
-        model = build_stage(
-            job.model, span=span, has_ends=stage == 0, seed=job.job.seed, cache_dir=folder / "cache"
-        )
-        trainers.append(StageTrainer(job, stage, model, device=CPU))
-    return trainers
+    return [
+        StageTrainer.open(job, stage, cache_dir=folder / "cache", available_bytes=1 << 30, device=CPU)
+        for stage in range(job.stages.count)
+    ]
 
 
 def around(trainers: list[StageTrainer], batch: torch.Tensor) -> torch.Tensor:
@@ -111,11 +128,56 @@ def test_a_stage_is_loaded_alone_from_a_checkpoint(tmp_path: Path) -> None:
             assert parameter.requires_grad
 
 
-def test_a_model_that_is_not_blocks_is_not_cut(tmp_path: Path) -> None:
-    config = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 4, "n_head": 4}
-    job = tiny_job(tmp_path, model={"config": config}, stages={"count": 2, "cuts": (2,)})
-    with pytest.raises(JobError, match="cannot be trained in stages"):
-        stages_of(job, tmp_path)
+@pytest.mark.parametrize(
+    ("stages", "config", "message"),
+    [
+        ({"count": 2}, {"model_type": "gpt2", "n_embd": 32}, "cannot be trained in stages"),
+        ({"count": 2}, {"model_type": "deepseek_v3", **SIGMOID}, "biases of its routers"),
+        ({"count": 6}, LLAMA, "4 blocks make at most 5 stages"),
+        ({"count": 2, "cuts": [4]}, LLAMA, "has block 4"),
+    ],
+)
+def test_a_job_whose_model_has_no_such_stages_is_refused(
+    tmp_path: Path, stages: dict[str, Any], config: dict[str, Any], message: str
+) -> None:
+    job = tiny_job(tmp_path, model={"config": {"vocab_size": 256, **config}}, stages=stages, **ALLREDUCE)
+    with pytest.raises(JobError, match=message):
+        check_job(job, tmp_path / "cache", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": {"count": 3, "cuts": [1]}}, "3 stages need 2"),
+        ({"stages": {"count": 3, "cuts": [2, 2]}}, "increase"),
+        ({"stages": {"count": 2}, "method": {"name": "zo", "settings": {}}}, "exchanges gradients"),
+    ],
+)
+def test_stages_that_contradict_the_job_are_refused(
+    tmp_path: Path, changes: dict[str, dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(JobError, match=message):
+        tiny_job(tmp_path, **changes).check()
+
+
+def test_create_states_the_memory_of_the_largest_stage(tmp_path: Path) -> None:
+    changes: dict[str, dict[str, Any]] = {"model": {"config": LLAMA}, **ALLREDUCE}
+    told: list[MemoryNeeds] = []
+    job = tiny_job(tmp_path, stages={"count": 3}, **changes)
+    checked = check_job(job, tmp_path / "cache", lambda *_: None, told.append)
+    check_job(tiny_job(tmp_path, **changes), tmp_path / "cache", lambda *_: None, told.append)
+    assert checked.stages is not None
+    assert checked.stages.cuts == (0, 2)
+    assert told[0].parameters == told[1].trained
+    assert told[0].trained_bytes < told[1].trained_bytes / 2
+    with pytest.raises(JobError, match="a stage of"):
+        StageTrainer.open(
+            job.model_copy(update={"stages": checked.stages}),
+            1,
+            cache_dir=tmp_path / "cache",
+            available_bytes=told[0].total_bytes - 1,
+            device=CPU,
+        )
 
 
 @pytest.mark.parametrize("ends", [0, 1, 5, 30, 100])
@@ -124,7 +186,7 @@ def test_cuts_make_the_largest_stage_smallest(ends: int, count: int) -> None:
     blocks = [5, 5, 9, 1, 7, 2]
 
     def largest(cuts: tuple[int, ...]) -> int:
-        sizes = [sum(blocks[start:end]) for start, end in spans(cuts, len(blocks))]
+        sizes = [sum(blocks[start:end]) for start, end in pairwise((0, *cuts, len(blocks)))]
         return max(ends + sizes[0], *sizes[1:], 0)
 
     def every(stages: int, first: int) -> list[tuple[int, ...]]:
