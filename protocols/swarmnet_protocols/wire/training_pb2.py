@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&swarmnet_protocols/wire/training.proto\x12\x14swarmnet.training.v1\"\x9a\x05\n\x0f\x45xchangeRequest\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.swarmnet.training.v1.HelloH\x00\x12\x30\n\x07prepare\x18\x02 \x01(\x0b\x32\x1d.swarmnet.training.v1.PrepareH\x00\x12.\n\x06report\x18\x03 \x01(\x0b\x32\x1c.swarmnet.training.v1.ReportH\x00\x12*\n\x04plan\x18\x04 \x01(\x0b\x32\x1a.swarmnet.training.v1.PlanH\x00\x12\x31\n\x07propose\x18\x05 \x01(\x0b\x32\x1e.swarmnet.training.v1.ProposalH\x00\x12*\n\x04vote\x18\x0c \x01(\x0b\x32\x1a.swarmnet.training.v1.VoteH\x00\x12\x30\n\x07\x64\x65\x63ided\x18\x07 \x01(\x0b\x32\x1d.swarmnet.training.v1.DecidedH\x00\x12\x36\n\naccusation\x18\r \x01(\x0b\x32 .swarmnet.training.v1.AccusationH\x00\x12=\n\x0erequest_result\x18\x08 \x01(\x0b\x32#.swarmnet.training.v1.RequestResultH\x00\x12I\n\x14request_contribution\x18\x0b \x01(\x0b\x32).swarmnet.training.v1.RequestContributionH\x00\x12:\n\x0c\x63ontribution\x18\t \x01(\x0b\x32\".swarmnet.training.v1.ContributionH\x00\x12.\n\x06result\x18\n \x01(\x0b\x32\x1c.swarmnet.training.v1.ResultH\x00\x42\x06\n\x04kindJ\x04\x08\x06\x10\x07\"M\n\rExchangeReply\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.training.v1.HeartbeatH\x00\x42\x06\n\x04kind\"9\n\x05Hello\x12\x17\n\x0f\x65xchange_number\x18\x02 \x01(\x04\x12\x11\n\tagreement\x18\x03 \x01(\x0cJ\x04\x08\x01\x10\x02\"\x0b\n\tHeartbeat\"\x1a\n\x07Prepare\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\"b\n\x06Report\x12(\n\x04held\x18\x02 \x03(\x0b\x32\x1a.swarmnet.training.v1.Held\x12(\n\x04vote\x18\x03 \x01(\x0b\x32\x1a.swarmnet.training.v1.VoteJ\x04\x08\x01\x10\x02\"#\n\x04Held\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\"C\n\x04Plan\x12\x35\n\x0b\x61ssignments\x18\x02 \x03(\x0b\x32 .swarmnet.training.v1.AssignmentJ\x04\x08\x01\x10\x02\"=\n\nAssignment\x12\x0f\n\x07reducer\x18\x01 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x02 \x01(\x0c\x12\x0e\n\x06holder\x18\x03 \x01(\r\" \n\x08Proposal\x12\x0e\n\x06hashes\x18\x02 \x01(\x0cJ\x04\x08\x01\x10\x02\"/\n\x04Vote\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0cJ\x04\x08\x01\x10\x02\"Y\n\x07\x44\x65\x63ided\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12+\n\x05votes\x18\x02 \x03(\x0b\x32\x1c.swarmnet.training.v1.Ballot\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"w\n\nAccusation\x12\x0e\n\x06member\x18\x01 \x01(\r\x12.\n\x07\x64\x65\x63ided\x18\x02 \x01(\x0b\x32\x1d.swarmnet.training.v1.Decided\x12)\n\x05votes\x18\x03 \x03(\x0b\x32\x1a.swarmnet.training.v1.Vote\"+\n\x06\x42\x61llot\x12\x0e\n\x06member\x18\x01 \x01(\r\x12\x11\n\tsignature\x18\x02 \x01(\x0c\",\n\rRequestResult\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\"$\n\x13RequestContribution\x12\r\n\x05slice\x18\x01 \x01(\r\"\x81\x01\n\x0c\x43ontribution\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04hash\x18\x05 \x01(\x0c\x12\r\n\x05paced\x18\x06 \x01(\x08\x12\x11\n\tsignature\x18\x07 \x01(\x0c\"i\n\x06Result\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04hash\x18\x04 \x01(\x0c\x12\x0f\n\x07summary\x18\x05 \x01(\x0c\x12\r\n\x05paced\x18\x06 \x01(\x08\"\x9d\x01\n\x07Summary\x12\x17\n\x0f\x65xchange_number\x18\x01 \x01(\x04\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x37\n\x0c\x63ontributors\x18\x03 \x03(\x0b\x32!.swarmnet.training.v1.Contributor\x12\x31\n\x08\x65xcluded\x18\x04 \x03(\x0b\x32\x1f.swarmnet.training.v1.Exclusion\"N\n\x0b\x43ontributor\x12\x0e\n\x06member\x18\x01 \x01(\r\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x0c\n\x04hash\x18\x03 \x01(\x0c\x12\x11\n\tsignature\x18\x04 \x01(\x0c\"+\n\tExclusion\x12\x0e\n\x06member\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&swarmnet_protocols/wire/training.proto\x12\x14swarmnet.training.v1\"\x9a\x05\n\x0f\x45xchangeRequest\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.swarmnet.training.v1.HelloH\x00\x12\x30\n\x07prepare\x18\x02 \x01(\x0b\x32\x1d.swarmnet.training.v1.PrepareH\x00\x12.\n\x06report\x18\x03 \x01(\x0b\x32\x1c.swarmnet.training.v1.ReportH\x00\x12*\n\x04plan\x18\x04 \x01(\x0b\x32\x1a.swarmnet.training.v1.PlanH\x00\x12\x31\n\x07propose\x18\x05 \x01(\x0b\x32\x1e.swarmnet.training.v1.ProposalH\x00\x12*\n\x04vote\x18\x0c \x01(\x0b\x32\x1a.swarmnet.training.v1.VoteH\x00\x12\x30\n\x07\x64\x65\x63ided\x18\x07 \x01(\x0b\x32\x1d.swarmnet.training.v1.DecidedH\x00\x12\x36\n\naccusation\x18\r \x01(\x0b\x32 .swarmnet.training.v1.AccusationH\x00\x12=\n\x0erequest_result\x18\x08 \x01(\x0b\x32#.swarmnet.training.v1.RequestResultH\x00\x12I\n\x14request_contribution\x18\x0b \x01(\x0b\x32).swarmnet.training.v1.RequestContributionH\x00\x12:\n\x0c\x63ontribution\x18\t \x01(\x0b\x32\".swarmnet.training.v1.ContributionH\x00\x12.\n\x06result\x18\n \x01(\x0b\x32\x1c.swarmnet.training.v1.ResultH\x00\x42\x06\n\x04kindJ\x04\x08\x06\x10\x07\"}\n\rExchangeReply\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.training.v1.HeartbeatH\x00\x12.\n\x06result\x18\x02 \x01(\x0b\x32\x1c.swarmnet.training.v1.ResultH\x00\x42\x06\n\x04kind\"J\n\x05Hello\x12\x17\n\x0f\x65xchange_number\x18\x02 \x01(\x04\x12\x11\n\tagreement\x18\x03 \x01(\x0c\x12\x0f\n\x07\x62\x65tween\x18\x04 \x01(\rJ\x04\x08\x01\x10\x02\"\x0b\n\tHeartbeat\"\x1a\n\x07Prepare\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\"b\n\x06Report\x12(\n\x04held\x18\x02 \x03(\x0b\x32\x1a.swarmnet.training.v1.Held\x12(\n\x04vote\x18\x03 \x01(\x0b\x32\x1a.swarmnet.training.v1.VoteJ\x04\x08\x01\x10\x02\"#\n\x04Held\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\"C\n\x04Plan\x12\x35\n\x0b\x61ssignments\x18\x02 \x03(\x0b\x32 .swarmnet.training.v1.AssignmentJ\x04\x08\x01\x10\x02\"=\n\nAssignment\x12\x0f\n\x07reducer\x18\x01 \x01(\r\x12\x0e\n\x06\x63hosen\x18\x02 \x01(\x0c\x12\x0e\n\x06holder\x18\x03 \x01(\r\" \n\x08Proposal\x12\x0e\n\x06hashes\x18\x02 \x01(\x0cJ\x04\x08\x01\x10\x02\"/\n\x04Vote\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0cJ\x04\x08\x01\x10\x02\"Y\n\x07\x44\x65\x63ided\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12+\n\x05votes\x18\x02 \x03(\x0b\x32\x1c.swarmnet.training.v1.Ballot\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"w\n\nAccusation\x12\x0e\n\x06member\x18\x01 \x01(\r\x12.\n\x07\x64\x65\x63ided\x18\x02 \x01(\x0b\x32\x1d.swarmnet.training.v1.Decided\x12)\n\x05votes\x18\x03 \x03(\x0b\x32\x1a.swarmnet.training.v1.Vote\"+\n\x06\x42\x61llot\x12\x0e\n\x06member\x18\x01 \x01(\r\x12\x11\n\tsignature\x18\x02 \x01(\x0c\",\n\rRequestResult\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\"$\n\x13RequestContribution\x12\r\n\x05slice\x18\x01 \x01(\r\"\x91\x01\n\x0c\x43ontribution\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04hash\x18\x05 \x01(\x0c\x12\r\n\x05paced\x18\x06 \x01(\x08\x12\x11\n\tsignature\x18\x07 \x01(\x0c\x12\x0e\n\x06inside\x18\x08 \x01(\x06\"i\n\x06Result\x12\r\n\x05slice\x18\x01 \x01(\r\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04hash\x18\x04 \x01(\x0c\x12\x0f\n\x07summary\x18\x05 \x01(\x0c\x12\r\n\x05paced\x18\x06 \x01(\x08\"\xad\x01\n\x07Summary\x12\x17\n\x0f\x65xchange_number\x18\x01 \x01(\x04\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x37\n\x0c\x63ontributors\x18\x03 \x03(\x0b\x32!.swarmnet.training.v1.Contributor\x12\x31\n\x08\x65xcluded\x18\x04 \x03(\x0b\x32\x1f.swarmnet.training.v1.Exclusion\x12\x0e\n\x06inside\x18\x05 \x03(\x06\"^\n\x0b\x43ontributor\x12\x0e\n\x06member\x18\x01 \x01(\r\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x0c\n\x04hash\x18\x03 \x01(\x0c\x12\x11\n\tsignature\x18\x04 \x01(\x0c\x12\x0e\n\x06inside\x18\x05 \x01(\x06\"+\n\tExclusion\x12\x0e\n\x06member\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,43 +34,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXCHANGEREQUEST']._serialized_start=65
   _globals['_EXCHANGEREQUEST']._serialized_end=731
   _globals['_EXCHANGEREPLY']._serialized_start=733
-  _globals['_EXCHANGEREPLY']._serialized_end=810
-  _globals['_HELLO']._serialized_start=812
-  _globals['_HELLO']._serialized_end=869
-  _globals['_HEARTBEAT']._serialized_start=871
-  _globals['_HEARTBEAT']._serialized_end=882
-  _globals['_PREPARE']._serialized_start=884
-  _globals['_PREPARE']._serialized_end=910
-  _globals['_REPORT']._serialized_start=912
-  _globals['_REPORT']._serialized_end=1010
-  _globals['_HELD']._serialized_start=1012
-  _globals['_HELD']._serialized_end=1047
-  _globals['_PLAN']._serialized_start=1049
-  _globals['_PLAN']._serialized_end=1116
-  _globals['_ASSIGNMENT']._serialized_start=1118
-  _globals['_ASSIGNMENT']._serialized_end=1179
-  _globals['_PROPOSAL']._serialized_start=1181
-  _globals['_PROPOSAL']._serialized_end=1213
-  _globals['_VOTE']._serialized_start=1215
-  _globals['_VOTE']._serialized_end=1262
-  _globals['_DECIDED']._serialized_start=1264
-  _globals['_DECIDED']._serialized_end=1353
-  _globals['_ACCUSATION']._serialized_start=1355
-  _globals['_ACCUSATION']._serialized_end=1474
-  _globals['_BALLOT']._serialized_start=1476
-  _globals['_BALLOT']._serialized_end=1519
-  _globals['_REQUESTRESULT']._serialized_start=1521
-  _globals['_REQUESTRESULT']._serialized_end=1565
-  _globals['_REQUESTCONTRIBUTION']._serialized_start=1567
-  _globals['_REQUESTCONTRIBUTION']._serialized_end=1603
-  _globals['_CONTRIBUTION']._serialized_start=1606
-  _globals['_CONTRIBUTION']._serialized_end=1735
-  _globals['_RESULT']._serialized_start=1737
-  _globals['_RESULT']._serialized_end=1842
-  _globals['_SUMMARY']._serialized_start=1845
-  _globals['_SUMMARY']._serialized_end=2002
-  _globals['_CONTRIBUTOR']._serialized_start=2004
-  _globals['_CONTRIBUTOR']._serialized_end=2082
-  _globals['_EXCLUSION']._serialized_start=2084
-  _globals['_EXCLUSION']._serialized_end=2127
+  _globals['_EXCHANGEREPLY']._serialized_end=858
+  _globals['_HELLO']._serialized_start=860
+  _globals['_HELLO']._serialized_end=934
+  _globals['_HEARTBEAT']._serialized_start=936
+  _globals['_HEARTBEAT']._serialized_end=947
+  _globals['_PREPARE']._serialized_start=949
+  _globals['_PREPARE']._serialized_end=975
+  _globals['_REPORT']._serialized_start=977
+  _globals['_REPORT']._serialized_end=1075
+  _globals['_HELD']._serialized_start=1077
+  _globals['_HELD']._serialized_end=1112
+  _globals['_PLAN']._serialized_start=1114
+  _globals['_PLAN']._serialized_end=1181
+  _globals['_ASSIGNMENT']._serialized_start=1183
+  _globals['_ASSIGNMENT']._serialized_end=1244
+  _globals['_PROPOSAL']._serialized_start=1246
+  _globals['_PROPOSAL']._serialized_end=1278
+  _globals['_VOTE']._serialized_start=1280
+  _globals['_VOTE']._serialized_end=1327
+  _globals['_DECIDED']._serialized_start=1329
+  _globals['_DECIDED']._serialized_end=1418
+  _globals['_ACCUSATION']._serialized_start=1420
+  _globals['_ACCUSATION']._serialized_end=1539
+  _globals['_BALLOT']._serialized_start=1541
+  _globals['_BALLOT']._serialized_end=1584
+  _globals['_REQUESTRESULT']._serialized_start=1586
+  _globals['_REQUESTRESULT']._serialized_end=1630
+  _globals['_REQUESTCONTRIBUTION']._serialized_start=1632
+  _globals['_REQUESTCONTRIBUTION']._serialized_end=1668
+  _globals['_CONTRIBUTION']._serialized_start=1671
+  _globals['_CONTRIBUTION']._serialized_end=1816
+  _globals['_RESULT']._serialized_start=1818
+  _globals['_RESULT']._serialized_end=1923
+  _globals['_SUMMARY']._serialized_start=1926
+  _globals['_SUMMARY']._serialized_end=2099
+  _globals['_CONTRIBUTOR']._serialized_start=2101
+  _globals['_CONTRIBUTOR']._serialized_end=2195
+  _globals['_EXCLUSION']._serialized_start=2197
+  _globals['_EXCLUSION']._serialized_end=2240
 # @@protoc_insertion_point(module_scope)

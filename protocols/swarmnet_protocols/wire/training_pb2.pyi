@@ -35,18 +35,22 @@ class ExchangeRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., propose: _Optional[_Union[Proposal, _Mapping]] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., decided: _Optional[_Union[Decided, _Mapping]] = ..., accusation: _Optional[_Union[Accusation, _Mapping]] = ..., request_result: _Optional[_Union[RequestResult, _Mapping]] = ..., request_contribution: _Optional[_Union[RequestContribution, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
 
 class ExchangeReply(_message.Message):
-    __slots__ = ("heartbeat",)
+    __slots__ = ("heartbeat", "result")
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
     heartbeat: Heartbeat
-    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    result: Result
+    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("exchange_number", "agreement")
+    __slots__ = ("exchange_number", "agreement", "between")
     EXCHANGE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    BETWEEN_FIELD_NUMBER: _ClassVar[int]
     exchange_number: int
     agreement: bytes
-    def __init__(self, exchange_number: _Optional[int] = ..., agreement: _Optional[bytes] = ...) -> None: ...
+    between: int
+    def __init__(self, exchange_number: _Optional[int] = ..., agreement: _Optional[bytes] = ..., between: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()
@@ -147,7 +151,7 @@ class RequestContribution(_message.Message):
     def __init__(self, slice: _Optional[int] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("slice", "weight", "size_bytes", "offset", "hash", "paced", "signature")
+    __slots__ = ("slice", "weight", "size_bytes", "offset", "hash", "paced", "signature", "inside")
     SLICE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +159,7 @@ class Contribution(_message.Message):
     HASH_FIELD_NUMBER: _ClassVar[int]
     PACED_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    INSIDE_FIELD_NUMBER: _ClassVar[int]
     slice: int
     weight: float
     size_bytes: int
@@ -162,7 +167,8 @@ class Contribution(_message.Message):
     hash: bytes
     paced: bool
     signature: bytes
-    def __init__(self, slice: _Optional[int] = ..., weight: _Optional[float] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., hash: _Optional[bytes] = ..., paced: _Optional[bool] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    inside: int
+    def __init__(self, slice: _Optional[int] = ..., weight: _Optional[float] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., hash: _Optional[bytes] = ..., paced: _Optional[bool] = ..., signature: _Optional[bytes] = ..., inside: _Optional[int] = ...) -> None: ...
 
 class Result(_message.Message):
     __slots__ = ("slice", "size_bytes", "offset", "hash", "summary", "paced")
@@ -181,28 +187,32 @@ class Result(_message.Message):
     def __init__(self, slice: _Optional[int] = ..., size_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., hash: _Optional[bytes] = ..., summary: _Optional[bytes] = ..., paced: _Optional[bool] = ...) -> None: ...
 
 class Summary(_message.Message):
-    __slots__ = ("exchange_number", "slice", "contributors", "excluded")
+    __slots__ = ("exchange_number", "slice", "contributors", "excluded", "inside")
     EXCHANGE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    INSIDE_FIELD_NUMBER: _ClassVar[int]
     exchange_number: int
     slice: int
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
     excluded: _containers.RepeatedCompositeFieldContainer[Exclusion]
-    def __init__(self, exchange_number: _Optional[int] = ..., slice: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., excluded: _Optional[_Iterable[_Union[Exclusion, _Mapping]]] = ...) -> None: ...
+    inside: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, exchange_number: _Optional[int] = ..., slice: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., excluded: _Optional[_Iterable[_Union[Exclusion, _Mapping]]] = ..., inside: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Contributor(_message.Message):
-    __slots__ = ("member", "weight", "hash", "signature")
+    __slots__ = ("member", "weight", "hash", "signature", "inside")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     HASH_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    INSIDE_FIELD_NUMBER: _ClassVar[int]
     member: int
     weight: float
     hash: bytes
     signature: bytes
-    def __init__(self, member: _Optional[int] = ..., weight: _Optional[float] = ..., hash: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    inside: int
+    def __init__(self, member: _Optional[int] = ..., weight: _Optional[float] = ..., hash: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., inside: _Optional[int] = ...) -> None: ...
 
 class Exclusion(_message.Message):
     __slots__ = ("member", "reason")

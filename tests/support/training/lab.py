@@ -106,18 +106,21 @@ class TrainingLab:
         members: Sequence[RoundMember] | None = None,
         late_s: Mapping[PeerId, float] = {},
         spread_s: float = 0.0,
+        groups: Sequence[Sequence[RoundMember]] = (),
     ) -> Outcomes:
         """The outcomes of all members that did not crash."""
 
         async def call(peer: PeerId) -> Outcome:
             await asyncio.sleep(late_s.get(peer, 0.0))
+            own = [group for group in groups if peer in {member.peer for member in group}]
             return await self.exchanges[peer].average(
                 round,
-                members or self.members(),
+                own[0] if own else members or self.members(),
                 work.values[peer],
                 weight=work.weights[peer],
                 codec=work.codec,
                 spread_s=spread_s,
+                groups=groups,
             )
 
         self._calls = {

@@ -11,7 +11,7 @@ A round has four phases, in seconds since the member began it (``RoundTiming``):
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.timing import Timing
@@ -60,6 +60,21 @@ class RoundTiming:
     def __post_init__(self) -> None:
         if not 0 < self.contribution_s < self.majority_s < self.deadline_s < math.inf:
             raise ConfigError("a round needs 0 < contribution_s < majority_s < deadline_s")
+
+    def within_groups(self) -> "RoundTiming":
+        """Return the deadlines in a round of several groups.
+
+        Reducers average between the groups from a quarter of the time to half of it.
+        """
+        return replace(self, contribution_s=self.deadline_s / 4, majority_s=3 * self.deadline_s / 4)
+
+    def between_groups(self, elapsed_s: float) -> "RoundTiming | None":
+        """Return the deadlines of an exchange between groups that starts ``elapsed_s`` after the
+        round; None if it is too late."""
+        contribution, majority, deadline = (self.deadline_s * share / 16 - elapsed_s for share in (6, 7, 8))
+        if contribution <= 0:
+            return None
+        return RoundTiming(contribution, majority, deadline, self.streams)
 
     @property
     def replace_reducer_s(self) -> float:

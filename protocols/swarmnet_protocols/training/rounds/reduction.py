@@ -12,16 +12,15 @@ are bundles in two cases:
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.identity import verify
-from swarmnet_protocols.training.codecs import result_codec
 from swarmnet_protocols.training.rounds.messages import below
 from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
@@ -33,6 +32,7 @@ CONTRIBUTION_HASH_BYTES = 16
 Finding a second preimage of it is infeasible.
 """
 
+_FORGED = "a result names a contribution of this member that it did not make"
 _SIGNATURE_DOMAIN = b"swarmnet-contribution-1"
 _SIGNED = struct.Struct(">QId")
 
@@ -54,10 +54,27 @@ class Contribution:
     hash: bytes
     signature: bytes = b""
     """The author's signature; empty unless the round is verifiable."""
+    inside: int = 0
+    """Between groups: bit i is set if the group's member i contributed to its mean."""
 
     @classmethod
-    def of(cls, weight: float, data: Buffer) -> "Contribution":
-        return cls(weight, data, contribution_hash(data))
+    def of(cls, weight: float, data: Buffer, inside: int = 0) -> "Contribution":
+        return cls(weight, data, contribution_hash(data), inside=inside)
+
+
+@dataclass(frozen=True)
+class GroupMean:
+    """The mean of a group's contributions to a slice, which the exchange between groups averages.
+
+    - ``values``: float32 [count]; None if the group has no contribution.
+    - ``inside``: bit i is set if the group's member i contributed.
+    - ``reasons``: member → why its contribution is left out.
+    """
+
+    values: torch.Tensor | None = None
+    weight: float = 0.0
+    inside: int = 0
+    reasons: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,19 +116,65 @@ def reduce_slice(
     if terms.is_bundled:
         encoded: Buffer = b"".join(contribution.data for _, contribution in accepted)
     else:
-        codec = result_codec(terms.codec)
         try:
-            encoded = codec.encode(values)
+            encoded = terms.result_codec.encode(values)
         except ValueError:  # the mean of finite contributions is infinite
             return None
-        values = codec.decode(encoded, terms.size(index))
+        values = terms.result_codec.decode(encoded, terms.size(index))
     summary = pb.Summary(exchange_number=terms.exchange_number, slice=index)
     for member, each in accepted:
-        summary.contributors.add(member=member, weight=each.weight, hash=each.hash, signature=each.signature)
+        summary.contributors.add(
+            member=member, weight=each.weight, hash=each.hash, signature=each.signature, inside=each.inside
+        )
+    return _summed_up(summary, reasons, encoded), values
+
+
+def group_mean(terms: RoundTerms, index: int, contributions: Sequence[tuple[int, Contribution]]) -> GroupMean:
+    """Return the mean of a group's contributions, as in :func:`reduce_slice`."""
+    accepted, values, reasons = _aggregate_valid(terms, index, contributions)
+    if not accepted:
+        return GroupMean(reasons=reasons)
+    inside = sum(1 << member for member, _ in accepted)
+    return GroupMean(values, math.fsum(each.weight for _, each in accepted), inside, reasons)
+
+
+def result_of_groups(
+    terms: RoundTerms,
+    index: int,
+    values: torch.Tensor,
+    inside: Mapping[PeerId, int],
+    reasons: Mapping[int, str],
+) -> tuple[Result, torch.Tensor]:
+    """Return the result of a slice whose ``values`` the groups have averaged, and its values.
+
+    ``inside``: the peers that contributed between the groups, with the contributors of their
+    groups.
+    """
+    summary = pb.Summary(exchange_number=terms.exchange_number, slice=index)
+    for group in terms.groups:
+        masks = [inside[member.peer] for member in group if member.peer in inside]
+        summary.inside.append((masks[0] if masks else 0) & (1 << len(group)) - 1)
+    encoded = terms.result_codec.encode(values)
+    return _summed_up(summary, reasons, encoded), terms.result_codec.decode(encoded, terms.size(index))
+
+
+def _summed_up(summary: pb.Summary, reasons: Mapping[int, str], encoded: Buffer) -> Result:
     for member, reason in sorted(reasons.items()):
         summary.excluded.add(member=member, reason=reason[:MAX_REASON])
     serialized = summary.SerializeToString(deterministic=True)
-    return Result(result_hash(serialized, encoded), serialized, encoded), values
+    return Result(result_hash(serialized, encoded), serialized, encoded)
+
+
+def contributors(terms: RoundTerms, summary: pb.Summary) -> tuple[PeerId, ...]:
+    """Return the contributors to a slice in all groups, ordered by group and peer id."""
+    if not terms.groups:
+        return tuple(terms.members[each.member].peer for each in summary.contributors)
+    return tuple(
+        member.peer
+        for group, inside in zip(terms.groups, summary.inside, strict=True)
+        for number, member in enumerate(group)
+        if inside >> number & 1
+    )
 
 
 def _aggregate_valid(
@@ -176,19 +239,25 @@ def read_result(
     """
     if result_hash(result.summary, result.payload) != result.hash:
         raise ProtocolViolation(f"a result of slice {index} does not have its hash")
-    contributors = read_summary(terms, index, result.summary).contributors
-    for each in contributors:
+    summary = read_summary(terms, index, result.summary)
+    if terms.groups:
+        if own is None and terms.members[me].peer in contributors(terms, summary):
+            raise ProtocolViolation(_FORGED)
+        if len(result.payload) > terms.result_bytes(terms.size(index), 1):
+            raise ProtocolViolation(f"a result of {len(result.payload)} bytes")
+        return terms.result_codec.decode(result.payload, terms.size(index))
+    for each in summary.contributors:
         if each.member == me and (own is None or (each.weight, each.hash) != (own.weight, own.hash)):
-            raise ProtocolViolation("a result names a contribution of this member that it did not make")
-    count = len(contributors)
+            raise ProtocolViolation(_FORGED)
+    count = len(summary.contributors)
     limit = terms.result_bytes(terms.size(index), count)
     if len(result.payload) > limit or (terms.is_bundled and len(result.payload) < limit):
         raise ProtocolViolation(f"a result of {len(result.payload)} bytes from {count} contributors")
     if count < terms.quorum:
         raise ProtocolViolation(f"a result of {count} contributors, too few to be robust")
     if terms.is_bundled:
-        return _read_bundle(terms, index, contributors, memoryview(result.payload))
-    return result_codec(terms.codec).decode(result.payload, terms.size(index))
+        return _read_bundle(terms, index, summary.contributors, memoryview(result.payload))
+    return terms.result_codec.decode(result.payload, terms.size(index))
 
 
 def _read_bundle(
@@ -215,9 +284,17 @@ def read_summary(terms: RoundTerms, index: int, serialized: bytes) -> pb.Summary
     if (summary.exchange_number, summary.slice) != (terms.exchange_number, index):
         raise ProtocolViolation(f"a summary of slice {summary.slice} in exchange {summary.exchange_number}")
     members = len(terms.members)
+    if terms.groups:
+        sizes = [len(group) for group in terms.groups]
+        if len(summary.inside) != len(sizes) or not any(summary.inside) or summary.contributors:
+            raise ProtocolViolation("a result that does not name the contributors of each group")
+        for inside, size in zip(summary.inside, sizes, strict=True):
+            below(inside, 1 << size, "contributors")
     named = [below(each.member, members, "member") for each in summary.contributors]
-    if not named or named != sorted(set(named)) or len(summary.excluded) > members:
-        raise ProtocolViolation("a result without contributors, or with contributors twice or out of order")
+    if (not terms.groups and not named) or len(summary.excluded) > members:
+        raise ProtocolViolation("a result without contributors, or with too many exclusions")
+    if named != sorted(set(named)):
+        raise ProtocolViolation("a result with contributors twice or out of order")
     if not all(math.isfinite(each.weight) and each.weight > 0 for each in summary.contributors):
         raise ProtocolViolation("a contributor's weight is not positive and finite")
     for exclusion in summary.excluded:

@@ -7,7 +7,7 @@ Reports every observation to the state machine, and performs every effect that i
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,14 +16,13 @@ from typing import NoReturn, TypeVar
 import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
-from swarmnet_protocols.machine.aio import all_of, race
+from swarmnet_protocols.machine.aio import all_of, cancel, race
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.bandwidth import Arrival
-from swarmnet_protocols.training.codecs import result_codec
 from swarmnet_protocols.training.pacing import Wait
 from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
-from swarmnet_protocols.training.rounds.deadlines import RoundTiming, SendSchedule
+from swarmnet_protocols.training.rounds.deadlines import Pace, RoundTiming, SendSchedule
 from swarmnet_protocols.training.rounds.member_link import MemberLink
 from swarmnet_protocols.training.rounds.messages import (
     DISCARD,
@@ -45,16 +44,21 @@ from swarmnet_protocols.training.rounds.messages import (
 )
 from swarmnet_protocols.training.rounds.reduction import (
     Contribution,
+    GroupMean,
     Result,
+    contributors,
+    group_mean,
     read_result,
     read_summary,
     reduce_slice,
+    result_of_groups,
     signed_bytes,
 )
 from swarmnet_protocols.training.rounds.round_state import RoundState
 from swarmnet_protocols.training.rounds.terms import RoundTerms, Slice
 from swarmnet_protocols.training.rounds.transfers import (
     Assembly,
+    Outgoing,
     contribution_header,
     parts,
     result_header,
@@ -98,6 +102,8 @@ class Outcome:
     """Tokens behind the average, as its contributors claim them; each at most ``max_weight``."""
     waited: Wait | None = None
     """The slowest member, and the seconds that its payload took to arrive."""
+    inside: Mapping[PeerId, int] = field(default_factory=dict)
+    """Between groups: contributor → the members of its group that contributed, as bits."""
 
     def all_contributors(self) -> tuple[PeerId, ...]:
         """Return the members with a contribution in at least one slice of the average, sorted."""
@@ -133,11 +139,26 @@ class RoundContext:
     on_proven: Callable[[PeerId], None] = lambda _: None
 
 
+Between = Callable[[int, GroupMean], Awaitable[tuple[torch.Tensor, Mapping[PeerId, int]] | None]]
+"""Averages a slice with the other groups.
+
+Returns the mean and its contributors (``Outcome.inside``); None if there is none.
+"""
+
+
+_NOTHING = Contribution.of(0.0, b"")
+
+
 class RoundRunner:
     """One round at this member: ``prepare``, then ``run``. Serves other members until ``close``."""
 
-    def __init__(self, terms: RoundTerms, context: RoundContext, spread_s: float) -> None:
-        """``spread_s``: seconds over which transfers are spread.
+    def __init__(
+        self, terms: RoundTerms, context: RoundContext, spread_s: float, between: Between | None = None
+    ) -> None:
+        """Make the runner of a round that has begun.
+
+        - ``spread_s``: seconds over which transfers are spread.
+        - ``between``: needed if the round has several groups.
 
         Raises ``ConfigError`` if this worker is not in the roster.
         """
@@ -145,6 +166,9 @@ class RoundRunner:
         if me is None:
             raise ConfigError("this worker is not in the roster of the round")
         self._terms = terms
+        self._between = between
+        self._averaging: set[asyncio.Task[None]] = set()
+        """The slices that are being averaged with the other groups."""
         self._context = context
         self._me = me
         self._loop = asyncio.get_running_loop()
@@ -180,13 +204,14 @@ class RoundRunner:
         """The round's members."""
         return frozenset(member.peer for member in self._terms.members)
 
-    async def prepare(self, values: torch.Tensor, weight: float) -> None:
+    async def prepare(self, values: torch.Tensor, weight: float, inside: int = 0) -> None:
         """Encode this member's contribution.
 
-        It makes none if ``weight`` is 0 or a value is not finite.
+        It makes none if ``weight`` is 0 or a value is not finite. ``inside``: between groups, the
+        contributors of this member's group.
         """
         try:
-            own = await self._compute(lambda: self._encode(values, weight)) if weight else []
+            own = await self._compute(lambda: self._encode(values, weight, inside)) if weight else []
         except ValueError as error:
             self._withheld = str(error)
             return
@@ -199,12 +224,15 @@ class RoundRunner:
         try:
             for link in self._links.values():
                 link.start()
+            for index in self._terms.seconded(self._me):
+                self._average_between(index, GroupMean())
             finish = await race(self._until_ended(), self._reduce_slices())
             _log.debug("%s: ended: %s", self._name, finish.reason or "all agree")
             outcome = await self._compute(lambda: self._outcome(finish))
         except BaseException:
             await self.close()
             raise
+        await cancel(*self._averaging)
         for link in self._links.values():
             link.drain()
         self._own = [None for _ in self._own]
@@ -222,7 +250,7 @@ class RoundRunner:
 
     async def serve(
         self, stream: "TypedStream[pb.ExchangeReply, pb.ExchangeRequest]", agreement: bytes
-    ) -> None:
+    ) -> NoReturn:
         """Receive from another member's stream until it ends.
 
         Raises ``ProtocolViolation`` if the peer is not a member, or its ``agreement`` differs from
@@ -250,6 +278,27 @@ class RoundRunner:
             await self._handle(member, request, payload)
         raise ProtocolViolation(f"{stream.peer} {self._refuted[stream.peer].reason}")
 
+    async def final(self, agreement: bytes) -> list[Outgoing]:
+        """Return the committed results as messages, for a peer that is no member, once the round
+        has ended.
+
+        Raises ``ProtocolViolation`` if the peer does not know the terms, or nothing was committed.
+        """
+        if agreement != self._terms.agreement():
+            raise ProtocolViolation("a peer that is no member must know the terms")
+        await asyncio.wait([self._ended])
+        finish = None if self._closed or self._ended.exception() else self._ended.result()
+        if finish is None or not finish.hashes:
+            raise ProtocolViolation(f"{self._name} has no result here")
+        at_once = Pace(0.0, 0.0, 0)
+        return [
+            each
+            for index, chosen in enumerate(finish.hashes)
+            for result in [self._results[index, chosen]]
+            for each in parts(result.payload, partial(result_header, index, result), at_once, self._loop.time)
+            if isinstance(each, tuple)
+        ]
+
     async def close(self) -> None:
         """End all streams and free the results. Idempotent.
 
@@ -257,6 +306,7 @@ class RoundRunner:
         large, so they are freed here.
         """
         self._closed = True
+        await cancel(*self._averaging)
         for stream in self._incoming.values():
             stream.close()
         self._results.clear()
@@ -277,7 +327,9 @@ class RoundRunner:
             case Send(member, message):
                 self._links[member].post(encode_control(message))
             case SendContribution(member, index):
-                own = self._own[index] or Contribution.of(0.0, b"")
+                own = self._own[index] or _NOTHING
+                if self._between and member != self._terms.reducers[index]:
+                    own = _NOTHING  # too late for the other groups: it only fetches the result
                 pace = self._schedule.contribution(member, len(own.data), clock())
                 header = partial(contribution_header, index, own)
                 messages = parts(own.data, header, pace, clock, partial(self._is_wanted, member, index))
@@ -307,9 +359,31 @@ class RoundRunner:
             await self._reduce(*await self._to_reduce.get())
 
     async def _reduce(self, index: int, contributions: list[tuple[int, Contribution]]) -> None:
+        if self._between is not None:
+            mean = await self._compute(lambda: group_mean(self._terms, index, contributions))
+            self._average_between(index, mean)
+            return
         reduced = await self._compute(lambda: reduce_slice(self._terms, index, contributions))
         if reduced is not None:
             self._store(index, *reduced)
+
+    def _average_between(self, index: int, mean: GroupMean) -> None:
+        """Average a slice with the other groups, in the background."""
+        task = asyncio.create_task(self._finish_between(index, mean))
+        self._averaging.add(task)
+        task.add_done_callback(self._averaged_between)
+
+    async def _finish_between(self, index: int, mean: GroupMean) -> None:
+        if self._between is None or (found := await self._between(index, mean)) is None:
+            return
+        make = partial(result_of_groups, self._terms, index, *found, mean.reasons)
+        self._store(index, *await self._compute(make))
+
+    def _averaged_between(self, task: asyncio.Task[None]) -> None:
+        self._averaging.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._ended.done():
+            self._ended.set_exception(error)
 
     def _store(self, index: int, result: Result, values: torch.Tensor) -> None:
         if (index, result.hash) not in self._results:
@@ -329,7 +403,7 @@ class RoundRunner:
         self._results.pop((index, self._in_average[index]), None)
         self._average[start:end] = values
         self._in_average[index] = result.hash
-        if not self._terms.is_bundled and result_codec(self._terms.codec).name == "float32":
+        if not self._terms.is_bundled and self._terms.result_codec.name == "float32":
             shared = self._average[start:end].view(torch.uint8).numpy().data
             self._results[index, result.hash] = replace(result, payload=shared)
 
@@ -360,7 +434,9 @@ class RoundRunner:
         whole = self._assembly.add(member, header, part, limit, self._loop.time())
         if whole is not None:
             if header.weight > 0:
-                contribution = Contribution(header.weight, whole.data, header.hash, header.signature)
+                contribution = Contribution(
+                    header.weight, whole.data, header.hash, header.signature, header.inside
+                )
                 self._contributions[index][member] = contribution
             self._perform(self._round.add_contribution(member, index, self._loop.time()))
 
@@ -392,7 +468,7 @@ class RoundRunner:
 
     def _link(self, member: int) -> MemberLink:
         terms, context = self._terms, self._context
-        hello = pb.Hello(exchange_number=terms.exchange_number, agreement=terms.agreement())
+        hello = terms.hello()
 
         def on_change(up: bool) -> None:
             report = self._round.link_up if up else self._round.link_down
@@ -409,22 +485,22 @@ class RoundRunner:
             if self._in_average[index] != chosen:
                 self._put(index, result, read_result(self._terms, index, result, self._me, self._own[index]))
         peers = [member.peer for member in self._terms.members]
+        named = tuple(contributors(self._terms, summary) for summary in summaries)
+        weights = {each.peer: each.weight for group in self._terms.everybody for each in group}
         excluded = {(peers[each.member], each.reason) for summary in summaries for each in summary.excluded}
         excluded |= {(peer, refute.reason) for peer, refute in self._refuted.items()}
         if self._withheld:
             excluded.add((peers[self._me], self._withheld))
         average, self._average = self._average, torch.empty(0)
         slowest = max(self._assembly.timed.items(), key=lambda each: each[1][1], default=None)
-        inside = {each.member for summary in summaries for each in summary.contributors}
+        inside = {peer for each in named for peer in each}
         most = self._terms.rules.max_weight
         return Outcome(
             committed=committed,
             behind=finish.hashes is None,
             average=average if committed else None,
             slices=self._terms.slices,
-            contributors=tuple(
-                tuple(peers[each.member] for each in summary.contributors) for summary in summaries
-            ),
+            contributors=named,
             excluded=tuple(sorted(excluded)),
             refuted=tuple(peer for peer, refute in self._refuted.items() if refute.is_proven),
             reason=finish.reason,
@@ -434,14 +510,17 @@ class RoundRunner:
             arrivals=tuple(
                 Arrival(peers[member], *timed) for (member, _), timed in self._assembly.timed.items()
             ),
-            tokens=sum(min(self._terms.members[member].weight, most) for member in inside),
+            tokens=sum(min(weights[peer], most) for peer in inside),
             waited=slowest and Wait(peers[slowest[0][0]], "network", slowest[1][1]),
+            inside={
+                peers[each.member]: each.inside for summary in summaries for each in summary.contributors
+            },
         )
 
-    def _encode(self, values: torch.Tensor, weight: float) -> list[Contribution]:
+    def _encode(self, values: torch.Tensor, weight: float, inside: int) -> list[Contribution]:
         contributions = []
         for index, (start, end) in enumerate(self._terms.slices):
-            contribution = Contribution.of(weight, self._terms.codec.encode(values[start:end]))
+            contribution = Contribution.of(weight, self._terms.codec.encode(values[start:end]), inside)
             if self._terms.rules.verifiable:
                 signature = self._context.sign(signed_bytes(self._terms, index, contribution))
                 contribution = replace(contribution, signature=signature)

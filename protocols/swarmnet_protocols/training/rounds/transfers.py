@@ -56,6 +56,7 @@ def contribution_header(
             hash=contribution.hash,
             paced=paced,
             signature=contribution.signature,
+            inside=contribution.inside,
         )
     )
 

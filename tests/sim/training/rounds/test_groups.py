@@ -1,0 +1,98 @@
+"""Rounds of several groups: one average with the same bits for all, whoever fails."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training.rounds.aggregation_rules import weighted_mean
+from swarmnet_protocols.training.rounds.round_runner import Outcome
+from swarmnet_protocols.training.rounds.terms import RoundMember, RoundTerms
+from tests.support.training.lab import (
+    COUNT,
+    JOB,
+    KINDS,
+    SLACK_S,
+    TIMING,
+    Outcomes,
+    TrainingLab,
+    Work,
+    kind_of,
+    nth,
+    on_delivery,
+    random_fault,
+    simulate,
+)
+
+WORKERS = 15
+
+
+def groups_of(lab: TrainingLab, groups: int) -> list[list[RoundMember]]:
+    """Split the members of a lab into groups, each with members of the whole list."""
+    return [lab.members()[group::groups] for group in range(groups)]
+
+
+def averaged(lab: TrainingLab, work: Work, groups: int = 3) -> Outcomes:
+    split = groups_of(lab, groups)
+    outcomes: Outcomes = simulate(lambda lab: lab.average(work, groups=split), lab)
+    committed = [outcome for outcome in outcomes.values() if outcome.committed]
+    for outcome in committed:
+        assert outcome.average is not None
+        assert outcome.contributors == committed[0].contributors
+        assert outcome.tokens == committed[0].tokens
+        assert torch.equal(outcome.average, mean_of_means(work, outcome, split))
+    assert all(outcome.wait_s <= TIMING.deadline_s + SLACK_S for outcome in outcomes.values())
+    return outcomes
+
+
+def mean_of_means(work: Work, outcome: Outcome, groups: list[list[RoundMember]]) -> torch.Tensor:
+    """The exact result: the weighted mean of the groups' weighted means."""
+    slices = []
+    for (start, end), peers in zip(outcome.slices, outcome.contributors, strict=True):
+        means: dict[PeerId, tuple[float, torch.Tensor]] = {}
+        for group in groups:
+            inside = [member.peer for member in group if member.peer in peers]
+            if not inside:
+                continue
+            weights = [work.weights[peer] for peer in inside]
+            rows = torch.stack([work.values[peer][start:end] for peer in inside])
+            mean = weighted_mean(rows, torch.tensor(weights, dtype=torch.float64))
+            between = RoundTerms.of(JOB, 0, group, COUNT, work.codec, groups=groups)
+            reducer = between.members[between.reducers[outcome.slices.index((start, end))]].peer
+            means[reducer] = math.fsum(weights), mean
+        ordered = [means[peer] for peer in sorted(means)]
+        totals = torch.tensor([weight for weight, _ in ordered], dtype=torch.float64)
+        slices.append(weighted_mean(torch.stack([mean for _, mean in ordered]), totals))
+    return torch.cat(slices)
+
+
+@pytest.mark.parametrize("groups", [2, 3, 5, 8])
+def test_all_groups_get_the_mean_of_all(groups: int) -> None:
+    lab = TrainingLab(WORKERS)
+    outcomes = averaged(lab, Work.random(lab, COUNT), groups)
+    assert all(outcome.committed for outcome in outcomes.values())
+    assert outcomes[lab.peers[0]].all_contributors() == tuple(sorted(lab.peers))
+    assert all(len(peers) == WORKERS for peers in outcomes[lab.peers[0]].contributors)
+
+
+@pytest.mark.parametrize("victim", ["source", "target"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_death_at_any_message_costs_no_group_its_round(kind: str, victim: str) -> None:
+    lab = TrainingLab(WORKERS)
+    work = Work.random(lab, COUNT)
+    on_delivery(
+        lab, lambda delivery: kind_of(delivery) == kind, lambda delivery: lab.crash(getattr(delivery, victim))
+    )
+    outcomes = averaged(lab, work)
+    assert len(lab.crashed) == 1
+    assert all(outcome.committed for outcome in outcomes.values())
+
+
+def test_random_faults_leave_the_same_bits(seed: int) -> None:
+    rng = random.Random(f"groups {seed}")
+    lab = TrainingLab(WORKERS, seed=seed)
+    for _ in range(3):
+        on_delivery(lab, nth(rng.choice(KINDS), rng.randint(1, 30)), random_fault(lab, rng))
+    averaged(lab, Work.random(lab, COUNT), rng.choice([2, 3, 5]))
