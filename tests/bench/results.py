@@ -540,6 +540,24 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
     },
     "Training": {
         "training": [],
+        "pipeline": [
+            *(
+                Headline(measured.format(row=name), unit, goals[number], key(field, row=row))
+                for row, name, goals in (
+                    ("int8", "int8 boundaries", ("at most 1.01", "0.25", "at least 3")),
+                    ("int4", "int4 boundaries", ("at most 1.03", "0.125", "")),
+                    ("float32:k=16", "a subspace of 16 of 64 dimensions", ("", "", "")),
+                    ("int8:k=16", "this subspace in int8", ("", "", "")),
+                )
+                for number, (measured, unit, field) in enumerate(
+                    (
+                        ("{row}: validation loss after equal steps", "x float32", "loss_ratio"),
+                        ("{row}: bytes", "x float32", "bytes_ratio"),
+                        ("{row}: until the target loss", "x as fast as float32", "faster"),
+                    )
+                )
+            ),
+        ],
         "train_attacks": [],
         "train_churn": [
             Headline(

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from swarmnet_node.training.initial_weights import draw_weights
 from swarmnet_node.training.steps.expert_balance import BIAS, share_biases
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
+from swarmnet_node.training.steps.subspace import check_subspace
 from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.models import LocalModel, Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, WeightForm
@@ -193,6 +194,7 @@ def with_cuts(job: Job, cache_dir: Path) -> Job:
         decoder_stack(config)
     except ConfigError as error:
         raise _not_cut(where, str(error)) from error
+    check_subspace(stages, config)
     counts = parameters_by_block(config)
     blocks = [counts[block] for block in range(config.num_hidden_layers)]
     if any(name.endswith(BIAS) for name in build_whole(config).empty().state_dict()):

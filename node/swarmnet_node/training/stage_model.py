@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from swarmnet_node.training.initial_weights import draw_weights, materialize, undrawn
 from swarmnet_node.training.model import checkpoint_of, model_config
+from swarmnet_node.training.steps.subspace import Subspace, enter_subspace
 from swarmnet_protocols.models import LocalModel, Progress
 from swarmnet_protocols.models.partial_model import (
     EMBEDDING_SCALE,
@@ -43,6 +44,8 @@ class StageModel(nn.Module):
         self.span = span
         self.ends = ends
         self.config = whole.config
+        self.subspace: Subspace | None = None
+        """The subspace of its boundaries; None if they carry the residual stream."""
         path = next(name for name, each in whole.named_modules() if each is whole.base_model.layers)
         self._layers, self._start = path, start
         self._scale = 1.0
@@ -59,19 +62,31 @@ class StageModel(nn.Module):
     def begin(self, ids: Tensor) -> Tensor:
         """Return the outputs ``[k, L, D]`` of stage 0 for token ids ``[k, L]``."""
         hidden: Tensor = self.ends.get_input_embeddings()(ids) * self._scale
-        return self.forward(hidden)
+        return self._sent(self._blocks(hidden), ids)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the outputs of the stage's blocks, ``[k, L, D]`` like their inputs."""
+    def forward(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Return the outputs of the stage's blocks, ``[k, L, D]`` like their inputs.
+
+        In a subspace, D is its dimension, and the boundary needs the token ids ``[k, L]``.
+        """
+        return self._sent(self._blocks(self._received(hidden, ids)), ids)
+
+    def end(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Return the logits ``[k, L, V]`` for the outputs of the last stage."""
+        logits: Tensor = self.ends(inputs_embeds=self._received(hidden, ids), use_cache=False).logits
+        return logits
+
+    def _blocks(self, hidden: Tensor) -> Tensor:
         if self.span is None:
             return hidden
         outputs: Tensor = self.span(inputs_embeds=hidden, use_cache=False).last_hidden_state
         return outputs
 
-    def end(self, hidden: Tensor) -> Tensor:
-        """Return the logits ``[k, L, V]`` for the outputs of the last stage."""
-        logits: Tensor = self.ends(inputs_embeds=hidden, use_cache=False).logits
-        return logits
+    def _received(self, sent: Tensor, ids: Tensor | None) -> Tensor:
+        return sent if self.subspace is None else self.subspace.restore(sent, _needed(ids))
+
+    def _sent(self, hidden: Tensor, ids: Tensor | None) -> Tensor:
+        return hidden if self.subspace is None else self.subspace.project(hidden, _needed(ids))
 
     def named_modules_of_whole(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield all modules with their names in the whole model."""
@@ -103,6 +118,12 @@ class StageModel(nn.Module):
             return f"{stack}.{name}"
         number, _, rest = rest.partition(".")
         return ".".join([self._layers, str(int(number) + self._start), *([rest] if rest else [])])
+
+
+def _needed(ids: Tensor | None) -> Tensor:
+    if ids is None:
+        raise ValueError("boundaries in a subspace need the token ids")
+    return ids
 
 
 def build_stage(
@@ -154,5 +175,8 @@ def build_stage(
                 f"cannot be cut: {type(whole).__name__} sets some initial weights in a way of its own",
                 hint='start from a "checkpoint", or remove [stages]',
             )
+        if job.stages is not None and job.stages.subspace is not None:
+            named = model.named_modules_of_whole()
+            model.subspace = enter_subspace(whole, named, rank=job.stages.subspace, seed=seed)
     model.train().requires_grad_(True)
     return model

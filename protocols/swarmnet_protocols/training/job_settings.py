@@ -259,6 +259,10 @@ class StagesSection(_Section):
     cuts: Literal["auto"] | Annotated[tuple[int, ...], Field(strict=False)] = "auto"
     """The first block of each stage but stage 0. `train create` replaces "auto" by the cuts whose
     largest stage has the fewest bytes."""
+    codec: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
+    """How activations and gradients are sent between stages (``codecs.boundary``)."""
+    subspace: int | None = Field(default=None, ge=1)
+    """Numbers of a token that cross a boundary, for new models; None: the hidden size."""
 
     @model_validator(mode="after")
     def _check(self) -> "StagesSection":
@@ -497,6 +501,14 @@ class Job(_Section):
             raise JobError(
                 "stages", "", "needs whole weights to train", hint='remove train = "lora", or remove [stages]'
             )
+        if self.stages is not None and self.stages.subspace is not None:
+            why = None
+            if self.model.is_checkpoint:
+                why = "is for new models, and this one starts from a checkpoint"
+            elif any(source.is_own for source in self.data.sources):
+                why = 'sends tokens to every stage, and data with source = "own" stays on its machine'
+            if why is not None:
+                raise JobError("stages", "subspace", why, hint="remove subspace")
         if self.exchange.codec is None:
             return
         from swarmnet_protocols.training.codecs import get_codec

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class StageTrainer(TrainedModel):
-    """Stage ``stage`` of a job's model. Boundaries are ``[k * L, D]``: k sequences of L tokens."""
+    """Stage ``stage`` of a job's model.
+
+    Boundaries are ``[k * L, D]``: k sequences of L tokens. In a subspace, D is its dimension.
+    """
 
     def __init__(  # noqa: PLR0913 - all by name but the first
         self,
@@ -89,15 +92,18 @@ class StageTrainer(TrainedModel):
         hidden: Tensor = self._model.begin(inputs_of(batch.to(self._device)))
         return hidden.flatten(0, 1)
 
-    def forward(self, hidden: Tensor, sequences: int) -> Tensor:
-        """Return the outputs of a later stage. ``hidden``: the outputs of the stage before."""
-        outputs: Tensor = self._model(self._placed(hidden, sequences))
+    def forward(self, hidden: Tensor, sequences: int, ids: Tensor | None = None) -> Tensor:
+        """Return the outputs of a later stage. ``hidden``: the outputs of the stage before.
+
+        ``ids``: the token ids ``[k, L]``, which only a subspace needs.
+        """
+        outputs: Tensor = self._model(self._placed(hidden, sequences), ids)
         return outputs.flatten(0, 1)
 
     def end(self, hidden: Tensor, batch: Tensor) -> Tensor:
         """Return the summed loss of a microbatch from the outputs of the last stage."""
         batch = batch.to(self._device)
-        return loss_sum(self._model.end(self._placed(hidden, len(batch))), batch)
+        return loss_sum(self._model.end(self._placed(hidden, len(batch)), inputs_of(batch)), batch)
 
     def accumulate(
         self, outputs: Tensor, grad_outputs: Tensor | None = None, inputs: Tensor | None = None
