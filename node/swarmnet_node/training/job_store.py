@@ -45,9 +45,12 @@ class LocalFiles:
             None if model is None or is_published(model) else Path(model).expanduser(),
         )
 
-    def applied_to(self, job: "Job") -> "Job":
-        """Return ``job`` with these paths. Raises ``ConfigError`` if a path is missing or not
-        needed, or if the method's file is not the job's."""
+    def applied_to(self, job: "Job", stage: int | None = None) -> "Job":
+        """Return ``job`` with these paths, for a worker of ``stage``. Only stage 0 reads the data.
+
+        Raises ``ConfigError`` if a path is missing or not needed, or if the method's file is not
+        the job's.
+        """
         from swarmnet_protocols.training.methods.outside import checked_source, find_outside
 
         code = job.method.code
@@ -60,7 +63,7 @@ class LocalFiles:
                 f"this job trains with code of its owner: the method {job.method.name}",
                 hint=f"get its file from somebody whom you trust, read it, and name it with --method-file FILE.py; its SHA-256 is {code}",
             )
-        return job.with_files(self.data, self.model)
+        return job.with_files(self.data, self.model, reads_data=not stage)
 
     def load_method(self, job: "Job") -> None:
         """Run the file of the job's method, if its SHA-256 is that in the job.
@@ -77,6 +80,9 @@ class LocalFiles:
                 f"{self.method} has the method {name}, and the job names {job.method.name}",
                 hint="name another file",
             )
+
+
+_STAGE = "stage-"
 
 
 def pinned(job: "Job") -> "Job":
@@ -153,9 +159,21 @@ def check_job(
     return job.about(hashes, manifest)
 
 
-def job_folder(data_dir: Path, job_id: str) -> Path:
-    """Return the folder of a job's worker, with checkpoints, status and history."""
-    return data_dir / "training" / job_id
+def job_folder(data_dir: Path, job_id: str, stage: int | None = None) -> Path:
+    """Return the folder of a job's worker, with checkpoints, status and history.
+
+    The checkpoints of a stage have a folder of their own in it.
+    """
+    folder = data_dir / "training" / job_id
+    return folder if stage is None else folder / f"{_STAGE}{stage}"
+
+
+def last_stage(data_dir: Path, job_id: str) -> int | None:
+    """Return the stage of the job that this machine trained last; None if it has trained none."""
+    folders = sorted(
+        job_folder(data_dir, job_id).glob(f"{_STAGE}[0-9]*"), key=lambda each: -each.stat().st_mtime
+    )
+    return int(folders[0].name.removeprefix(_STAGE)) if folders else None
 
 
 def has_job(data_dir: Path, job_id: str) -> bool:

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
@@ -58,6 +59,9 @@ _CORRECT = "compare [model.config] with the config.json of a model of this kind"
 _MISSPELT = 0.9
 """An unknown key counts as misspelt if it is at least this similar, in [0, 1], to a known key. A
 lower bound rejects keys of other versions of transformers; a higher one lets typos pass."""
+STAGE_FILE = "stage.safetensors"
+"""The weights of a stage in a checkpoint, with their names in the whole model. So the file does not
+depend on the cuts."""
 _MAX_LAYERS = 4096
 """Most layers of a model. Counting parameters builds every layer, which takes memory even on
 "meta"."""
@@ -327,15 +331,21 @@ def with_adapter(model: Any, section: ModelSection, seed: int) -> Any:
 def trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the parameters that a job trains, with their names, in the order of its vectors.
 
-    The parameters of an adapter are sorted by name, because its file keeps no other order.
+    The parameters of an adapter or of a stage are sorted by name, because their files keep no other
+    order.
     """
     found = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    return sorted(found) if is_adapted(model) else found
+    return sorted(found, key=itemgetter(0)) if is_adapted(model) or is_stage(model) else found
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
     """Return whether ``model`` has an adapter."""
     return hasattr(model, "peft_config")
+
+
+def is_stage(model: torch.nn.Module) -> bool:
+    """Return whether ``model`` is a stage of another model, whose names its parameters have."""
+    return hasattr(model, "modules_in_whole")
 
 
 def build_model(  # noqa: PLR0913 - all by name but the first
@@ -380,7 +390,7 @@ def build_model(  # noqa: PLR0913 - all by name but the first
 
 
 def write_model(model: PreTrainedModel, parameters: torch.Tensor, folder: Path) -> None:
-    """Write a checkpoint in Hugging Face layout, or an adapter in PEFT's.
+    """Write a checkpoint in Hugging Face layout, an adapter in PEFT's, or a stage in one file.
 
     It has the architecture of ``model`` and the values of ``parameters``, flat ``[n]``.
     """
@@ -391,6 +401,9 @@ def write_model(model: PreTrainedModel, parameters: torch.Tensor, folder: Path) 
         done += parameter.numel()
     if is_adapted(model):
         write_adapter(config_of(model), {stored_name(name): each for name, each in named.items()}, folder)
+        return
+    if is_stage(model):
+        save_file(named, folder / STAGE_FILE)
         return
     with _no_progress_bar():
         model.save_pretrained(folder, state_dict=named)
@@ -419,8 +432,9 @@ def read_model(folder: Path) -> torch.Tensor:
 
     Raises ``ConfigError`` or ``IntegrityError`` if the checkpoint is invalid.
     """
-    if (folder / WEIGHTS_FILE).is_file():
-        return torch.cat([each.reshape(-1) for _, each in sorted(load_file(folder / WEIGHTS_FILE).items())])
+    for name in (WEIGHTS_FILE, STAGE_FILE):
+        if (folder / name).is_file():
+            return torch.cat([each.reshape(-1) for _, each in sorted(load_file(folder / name).items())])
     checkpoint = SafetensorsCheckpoint(folder)
     config = checkpoint.config()
     cpu = torch.device("cpu")

@@ -88,7 +88,7 @@ class StageModel(nn.Module):
     def _sent(self, hidden: Tensor, ids: Tensor | None) -> Tensor:
         return hidden if self.subspace is None else self.subspace.project(hidden, _needed(ids))
 
-    def named_modules_of_whole(self) -> Iterator[tuple[str, nn.Module]]:
+    def modules_in_whole(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield all modules with their names in the whole model."""
         for part in self.parts:
             for name, module in part.named_modules():
@@ -167,7 +167,7 @@ def build_stage(
         for part in model.parts:
             materialize(part)
             part.tie_weights()
-        draw_weights(whole, model.named_modules_of_whole(), seed)
+        draw_weights(whole, model.modules_in_whole(), seed)
         if undrawn(model):
             raise JobError(
                 "model",
@@ -176,7 +176,7 @@ def build_stage(
                 hint='start from a "checkpoint", or remove [stages]',
             )
         if job.stages is not None and job.stages.subspace is not None:
-            named = model.named_modules_of_whole()
+            named = model.modules_in_whole()
             model.subspace = enter_subspace(whole, named, rank=job.stages.subspace, seed=seed)
     model.train().requires_grad_(True)
     return model

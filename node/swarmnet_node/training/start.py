@@ -16,23 +16,26 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.owner.watched_peer import Purpose, WatchedPeer
-from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder, own_jobs
+from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder, last_stage, own_jobs
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
-from swarmnet_protocols.errors import NetworkStopped, NotAuthorised
+from swarmnet_protocols.errors import ConfigError, NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.aio import in_background, persist
 
 if TYPE_CHECKING:
     from swarmnet_node.training.events import EventHandler
+    from swarmnet_node.training.steps.stage_trainer import StageTrainer
     from swarmnet_node.training.steps.trainer import Trainer
     from swarmnet_node.training.worker import Worker
+    from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.fetching.peers import SwarmPeers
     from swarmnet_protocols.models import Progress
     from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.training.jobs import SealedJob
     from swarmnet_protocols.training.memory_needs import MemoryNeeds
     from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
@@ -49,6 +52,9 @@ class WorkerConfig:
     memory: MemoryOptions = AUTOMATIC
     threads: int | None = None
     files: LocalFiles = field(default_factory=LocalFiles)
+    stage: int | None = None
+    """The stage to train, in a job that has stages. None for the stage of the last time, or the one
+    that needs workers most."""
     public_name: str = ""
     """Name of this worker that everybody sees. Empty: none."""
     swarm_name: str = ""
@@ -99,6 +105,7 @@ async def start(
         from swarmnet_protocols.training.job_records import find_workers
         from swarmnet_protocols.training.job_settings import is_published
         from swarmnet_protocols.training.jobs import open_job
+        from swarmnet_protocols.training.pipeline.stages import groups
 
         await compute_on(executor, codec_executor, threads=config.threads)
         loop = asyncio.get_running_loop()
@@ -107,7 +114,9 @@ async def start(
 
         async def holders(model: bytes) -> Sequence[WeightHost]:
             """Return peers that may have the weights: hosts, and workers of the job."""
-            return [*await read_hosts(directory, model), *await find_workers(directory, config.job)]
+            members = groups(config.job, open_job(sealed).job.stage_count)
+            workers = [each for group in members for each in await find_workers(directory, group)]
+            return [*await read_hosts(directory, model), *workers]
 
         def tell(needs: "MemoryNeeds") -> None:
             loop.call_soon_threadsafe(
@@ -116,7 +125,8 @@ async def start(
 
         peers.attach(transport, holders)
         stack.callback(peers.detach)
-        opening = partial(_open_trainer, config, sealed, progress_unless_stopped, peers, tell)
+        stage = await _stage(config, open_job(sealed), transport, directory)
+        opening = partial(_open_trainer, config, sealed, stage, progress_unless_stopped, peers, tell)
         trainer = await loop.run_in_executor(executor, opening)
         keeper = GivenKeeper(config.data_dir, config.network.peer.link)
         stack.callback(keeper.close)
@@ -139,8 +149,8 @@ async def start(
             keeper.given,
             public_name=config.public_name,
         )
-        checkpoints = CheckpointStore(job_folder(config.data_dir, config.job))
-        worker = Worker(dependencies, sealed, trainer, checkpoints, reporter.handle)
+        checkpoints = CheckpointStore(job_folder(config.data_dir, config.job, stage))
+        worker = Worker(dependencies, sealed, trainer, checkpoints, reporter.handle)  # type: ignore[arg-type]
         await REPORT.serve(transport, Reporter(reporter.report).handle)
         if trainer.local is not None and is_published(trainer.local.name):
             server = WeightServer(trainer.local.shared(), lambda: False)
@@ -177,6 +187,30 @@ async def start(
         yield worker, peer
 
 
+async def _stage(
+    config: WorkerConfig,
+    sealed: "SealedJob",
+    transport: "Transport",
+    directory: "Directory",
+) -> int | None:
+    """Return the stage that this worker trains; None in a job without stages.
+
+    Raises ``ConfigError`` for a stage that the job does not have.
+    """
+    from swarmnet_node.training.stage_choice import choose_stage
+
+    stages = sealed.job.stages
+    if config.stage is not None and (stages is None or config.stage >= stages.count):
+        has = "no stages" if stages is None else f"the stages 0 to {stages.count - 1}"
+        raise ConfigError(f"this job has {has}", hint="leave out --stage")
+    if stages is None or config.stage is not None:
+        return config.stage
+    before = last_stage(config.data_dir, sealed.id)
+    if before is not None:
+        return before
+    return await choose_stage(directory, sealed.id, stages.count, transport.peer_id, transport.addresses)
+
+
 async def _fail_with_transport(transport: "Transport", worker: "Worker", stopped: threading.Event) -> None:
     """Stop the worker when its transport ends, because it can then reach no other worker."""
     try:
@@ -198,10 +232,12 @@ class _Stopped(Exception):
 def _open_trainer(
     config: WorkerConfig,
     sealed: bytes,
+    stage: int | None,
     progress: "Progress",
     peers: "SwarmPeers",
     tell: "Callable[[MemoryNeeds], None]",
-) -> "Trainer":
+) -> "Trainer | StageTrainer":
+    from swarmnet_node.training.steps.stage_trainer import StageTrainer
     from swarmnet_node.training.steps.trainer import Trainer
     from swarmnet_protocols.machine.devices import pick_device
     from swarmnet_protocols.training.jobs import open_job
@@ -209,16 +245,19 @@ def _open_trainer(
     opened = open_job(sealed)
     with opened.naming_job():
         config.files.load_method(opened.job)
-        trainer = Trainer.open(
-            config.files.applied_to(opened.job),
-            cache_dir=config.cache_dir,
-            available_bytes=_available_bytes(config.limits),
-            device=pick_device(config.device),
-            memory=config.memory,
-            progress=progress,
-            peers=peers,
-            tell=tell,
-        )
+        job = config.files.applied_to(opened.job, stage)
+        options: dict[str, Any] = {
+            "cache_dir": config.cache_dir,
+            "available_bytes": _available_bytes(config.limits),
+            "device": pick_device(config.device),
+            "memory": config.memory,
+            "progress": progress,
+            "peers": peers,
+            "tell": tell,
+        }
+        if stage is not None:
+            return StageTrainer.open(job, stage, **options)
+        trainer = Trainer.open(job, **options)
         if opened.job.make_method().kind == "parameters":
             trainer.time_step()
         return trainer

@@ -311,6 +311,11 @@ class Job(_Section):
     eval: EvalSection = EvalSection()
     stages: StagesSection | None = None
 
+    @property
+    def stage_count(self) -> int | None:
+        """The number of stages; None if every worker holds the whole model."""
+        return None if self.stages is None else self.stages.count
+
     def make_method(self) -> "Method":
         """Make the method with this job's settings.
 
@@ -418,17 +423,21 @@ class Job(_Section):
         if model.is_checkpoint and model.manifest is None:
             raise JobError("model", "manifest", "is missing", hint="make the job with `train create`")
 
-    def with_files(self, data: Sequence[Path] = (), model: Path | None = None) -> "Job":
+    def with_files(
+        self, data: Sequence[Path] = (), model: Path | None = None, *, reads_data: bool = True
+    ) -> "Job":
         """Return this job with the local paths of its data and model, which this user gave.
 
-        ``data``: a path for each source that names no data itself, in the order of the job. Raises
-        ``ConfigError`` if a path is missing, or is given though the job does not need it.
+        ``data``: a path for each source that names no data itself, in the order of the job; none
+        unless this worker ``reads_data``. Raises ``ConfigError`` if a path is missing, or is given
+        though the job does not need it.
         """
         job = self
-        needed = sum(source.needs_path for source in self.data.sources)
+        needed = sum(source.needs_path for source in self.data.sources) if reads_data else 0
         if data and not needed:
-            raise ConfigError("this job names its data itself", hint="leave out --data")
-        if not data and any(source.is_own for source in self.data.sources):
+            why = "this job names its data itself" if reads_data else "only stage 0 reads the data"
+            raise ConfigError(why, hint="leave out --data")
+        if reads_data and not data and any(source.is_own for source in self.data.sources):
             raise ConfigError(
                 "this job trains on files of your own, which stay on this machine",
                 hint="name the file, the folder or the glob: --data PATH",

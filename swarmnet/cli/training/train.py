@@ -252,6 +252,16 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         ),
     ] = None,
     method_file: MethodFileOption = None,
+    stage: Annotated[
+        int | None,
+        typer.Option(
+            "--stage",
+            metavar="N",
+            min=0,
+            help="Train this stage, if the job cuts its model into stages.",
+            show_default="the stage of the last time, or the one that needs workers most",
+        ),
+    ] = None,
     preset: PresetOption = None,
     max_ram_bytes: MaxRam = None,
     up_bytes_per_s: Up = None,
@@ -297,7 +307,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         sealed, _ = load_stored_job(directory, job)
         before = load_local_files(directory, job)
         files = LocalFiles(tuple(data) or before.data, model or before.model, method_file or before.method)
-        local = files.applied_to(sealed.job)
+        local = files.applied_to(sealed.job, stage)
         stored = load_limits(directory)
         limits = changes.applied_to(stored)
         cores = cores or limits.cores
@@ -319,6 +329,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             ),
             threads=cores,
             files=files,
+            stage=stage,
             public_name=public_name,
             swarm_name=entry.file.name,
             limits=limits,

@@ -99,15 +99,19 @@ async def _workers(transport: "Transport", directory: "Directory", job: "SealedJ
     from swarmnet_protocols.machine.aio import all_of
     from swarmnet_protocols.training import MAX_MEMBERS
     from swarmnet_protocols.training.job_records import find_workers
+    from swarmnet_protocols.training.pipeline.stages import groups
 
-    found = list((await find_workers(directory, job.id)).items())[:MAX_MEMBERS]
-    reports = await all_of(*(ask_report(transport, each.peer, each.addresses) for each, _ in found))
+    members = groups(job.id, job.job.stage_count)
+    listed = await all_of(*(find_workers(directory, group) for group in members))
+    found = [(stage, *each) for stage, group in enumerate(listed) for each in [*group.items()][:MAX_MEMBERS]]
+    reports = await all_of(*(ask_report(transport, each.peer, each.addresses) for _, each, _ in found))
     workers = []
-    for (worker, position), report in zip(found, reports, strict=True):
+    for (stage, worker, position), report in zip(found, reports, strict=True):
         about = report.worker if report is not None and report.worker.job.hex() == job.id else None
         workers.append(
             {
                 "peer_id": worker.peer,
+                "stage": None if job.job.stages is None else stage,
                 "name": report.public_name if report is not None and about is not None else None,
                 "state": about.state if about is not None else None,
                 "round": min(about.round if about is not None else position.round, job.job.job.rounds),

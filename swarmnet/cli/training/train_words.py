@@ -30,6 +30,9 @@ def facts_of(
         told = (
             "the text of your files can be reconstructed from them in part, and with allreduce word for word"
         )
+    if job.stages is not None:
+        sent = "its stage's weights"
+        told += "; and what a microbatch becomes in each stage, from which its text can be reconstructed, to the workers of other stages"
     return {
         "job": f"{job.job.name}, {counted(job.job.rounds, 'round')} of {job.method.name}; its id is {id}",
         "reads": "; ".join(map(_read, job.data.sources)),
@@ -91,7 +94,8 @@ def job_summary(job: Fields) -> str:
 
 def worker_summary(worker: Fields, rounds: int) -> str:
     """Return the progress of a worker as it reports it, in one line."""
-    return ", ".join([worker["state"] or "gives no report", *_numbers(worker, rounds)])
+    stage = [] if worker["stage"] is None else [f"stage {worker['stage']}"]
+    return ", ".join([worker["state"] or "gives no report", *stage, *_numbers(worker, rounds)])
 
 
 def loss_of_all(job: "Job", workers: Sequence[Fields]) -> float | None:
@@ -123,6 +127,8 @@ def _numbers(status: Fields, rounds: int) -> list[str]:
 def summary(status: Fields) -> str:
     """Return the status of a worker in one line."""
     parts = _numbers(status, status["rounds"]) if "rounds" in status else []
+    if status.get("stage") is not None:
+        parts.insert(0, f"stage {status['stage']} of {status['stages']}")
     if "workers" in status:
         parts.append(counted(status["workers"], "worker"))
         parts.append(

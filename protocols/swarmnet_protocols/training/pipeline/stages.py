@@ -5,15 +5,24 @@ and output head. It may have the first blocks. Each later stage has blocks only.
 """
 
 import hashlib
-import random
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from statistics import median
+
+from swarmnet_protocols.net import PeerId
 
 _KEY_DOMAIN = b"swarmnet-training-stage-1\0"
 _NUMBER_BYTES = 4
 _BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def groups(job_id: str, stages: int | None) -> list[str]:
+    """Return the ids, in hexadecimal digits, under which the workers of a job meet: its own, or one
+    for each stage."""
+    if stages is None:
+        return [job_id]
+    return [stage_key(bytes.fromhex(job_id), stage).hex() for stage in range(stages)]
 
 
 def block_of(name: str) -> int | None:
@@ -57,15 +66,25 @@ def _cuts_within(sums: Sequence[int], most: int, count: int) -> tuple[int, ...]:
     return tuple(cuts[:-1])
 
 
-def neediest_stage(rates: Sequence[Sequence[float]], rng: random.Random) -> int:
-    """Return the stage that a newcomer should take: the one with the lowest sum of its workers'
-    rates.
+def neediest_stage(rates: Sequence[Sequence[float]]) -> int:
+    """Return the first stage with the lowest sum of its workers' rates.
 
     ``rates``: for each stage, the rate of each of its workers, or 0 if it is unknown. A worker of
-    unknown rate counts as a usual one. Among equal stages ``rng`` draws one, because newcomers that
-    start together see the same records.
+    unknown rate counts as a usual one.
     """
     known = [rate for stage in rates for rate in stage if rate > 0]
     usual = median(known) if known else 1.0
     sums = [sum(rate or usual for rate in stage) for stage in rates]
-    return rng.choice([stage for stage, rate in enumerate(sums) if rate <= min(sums)])
+    return sums.index(min(sums))
+
+
+def newcomers_stage(rates: Sequence[Sequence[float]], newcomers: Collection[PeerId], me: PeerId) -> int:
+    """Return the stage of the newcomer ``me``.
+
+    All newcomers that start together compute the same assignment: in the order of their ids, each
+    takes the stage that needs workers most. ``rates``: as in ``neediest_stage``.
+    """
+    after = [list(stage) for stage in rates]
+    for _ in (peer for peer in newcomers if peer < me):
+        after[neediest_stage(after)].append(0.0)
+    return neediest_stage(after)

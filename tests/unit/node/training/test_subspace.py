@@ -48,7 +48,7 @@ def test_stages_in_a_subspace_are_an_ordinary_model(family: str, tmp_path: Path)
     named = {name: each for stage in (first, *later) for name, each in stage.named_parameters()}
     folded = {}
     for stage in (first, *later):
-        folded |= fold(stage.named_modules_of_whole(), dict(stage.named_parameters()))
+        folded |= fold(stage.modules_in_whole(), dict(stage.named_parameters()))
     ordinary.load_state_dict(folded)
     assert_near(logits, ordinary(input_ids=ids).logits)
 
