@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,12 +11,29 @@ from tests.support.models.tiny import CALM
 from tests.support.swarm.swarm_lab import Reference
 from tests.support.swarm.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
 
 @pytest.fixture(scope="session")
 def cache_dir() -> Path:
     """The user's cache directory, as for every command: files derived from the real model are made
     once for all tests."""
     return default_cache_dir()
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    from tests.support.dashboard.site import chromium
+
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def pictures(request: pytest.FixtureRequest) -> Path:
+    """The folder for pictures of pages, which reviewers look at: ``.pytest_cache/d/pictures``."""
+    return request.config.cache.mkdir("pictures")
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
+from tests.support.dashboard.pictures import portray, violations
 from tests.support.dashboard.recorded_peers import SCRIPTS
-from tests.support.dashboard.site import Site, Sites, chromium, looking, show
+from tests.support.dashboard.site import Site, Sites, looking, show
 
 pytestmark = pytest.mark.slow
 
@@ -21,12 +21,6 @@ pytestmark = pytest.mark.slow
 def sites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sites]:
     with Sites(tmp_path_factory.mktemp("dashboards")) as sites:
         yield sites
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture
@@ -44,39 +38,14 @@ def pages_of(site: Site) -> list[str]:
     ]
 
 
-def violations(page: Page, *rules: str) -> list[str]:
-    options: dict[str, Any] = {"resultTypes": ["violations"]}
-    if rules:
-        options["runOnly"] = {"type": "rule", "values": list(rules)}
-    found = Axe().run(page, options=options).response["violations"]
-    return [f"{flaw['id']}: {node['html']}" for flaw in found for node in flaw["nodes"]]
-
-
-DRAWN_ANEW = """new Promise(done => {
-    let frames = 0;
-    (function look() {
-        if (document.documentElement.scrollWidth <= innerWidth || frames++ > 60) done();
-        else requestAnimationFrame(look);
-    })();
-})"""
-
-
 @pytest.mark.parametrize("kind", ["full", "broken", "empty", "experts", "missing"])
 def test_axe_finds_no_violation_and_no_page_scrolls_sideways(
-    browser: Browser, sites: Sites, kind: str
+    browser: Browser, sites: Sites, pictures: Path, kind: str
 ) -> None:
     with looking(browser, reduced_motion="reduce") as page:
-        for url in pages_of(sites[kind])[: 1 if kind == "empty" else 3]:
-            page.set_viewport_size({"width": 1280, "height": 800})
-            page.emulate_media(color_scheme="light")
+        for number, url in enumerate(pages_of(sites[kind])[: 1 if kind == "empty" else 3]):
             show(page, url)
-            assert violations(page) == [], url
-            page.emulate_media(color_scheme="dark")
-            expect(page.locator("html")).to_have_attribute("data-theme", "dark")
-            assert violations(page, "color-contrast") == [], url
-            page.set_viewport_size({"width": 360, "height": 740})
-            page.evaluate(DRAWN_ANEW)
-            assert page.evaluate("document.documentElement.scrollWidth") <= 360, url
+            portray(page, pictures, f"{kind}-{('swarm', 'peer', 'job')[number]}")
 
 
 def test_colours_follow_the_system_until_the_reader_chooses(page: Page, sites: Sites) -> None:

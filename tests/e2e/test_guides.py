@@ -3,19 +3,24 @@ machine that has no compiler, no git and no clone. The tests share one swarm, th
 nodes."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, expect
 
 from swarmnet_protocols.machine import native_code
+from tests.support.dashboard.dashboards import states, watch
+from tests.support.dashboard.pictures import portray, portray_terminal
+from tests.support.dashboard.site import CHROMIUM, OPTIONS, looking, show
 from tests.support.house.doc_blocks import blocks, follow, shell, terminal
 from tests.support.network.local_lan import lan, why_not
 from tests.support.processes.commands import Place, RunningCommand
@@ -26,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 SOURCES = [*ROOT.glob("protocols/**/*.c"), *ROOT.glob("node/**/*.c")]
+URL = re.compile(r"http://127\.0\.0\.1:\d+")
 LIBRARIES = "swarmnet_protocols/machine/compiled"
 PROGRAMS = ("bash", "cat", "curl", "env", "grep", "head", "ip", "tar")
 """Programs that guides use besides swarmnet and Python, and ``ip``, which makes the network of two
@@ -63,8 +69,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def newcomer(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty home directory to be in, on a machine with few programs."""
+def newcomer(installed: Path, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty home directory to be in, on a machine with few programs. The browser, which needs
+    more of them, runs already."""
     home = tmp_path_factory.mktemp("newcomer")
     kept = {name: os.environ[name] for name in ("LANG", "PYTHONPATH") if name in os.environ}
     machine = {"PATH": str(installed / "bin"), "HOME": str(home), "OMP_NUM_THREADS": "1", **kept}
@@ -117,9 +124,96 @@ def test_three_nodes_by_hand_answer(swarm: dict[str, str], newcomer: Path) -> No
     assert "The capital of France is" in shell("python ask.py")
 
 
+@pytest.fixture(scope="module")
+def lab_page(swarm: dict[str, str]) -> Iterator[str]:
+    """The address of a page of the README's swarm."""
+    with showing("--swarm lab/swarm.toml --data-dir watcher") as url:
+        yield url
+
+
+@contextlib.contextmanager
+def showing(options: str) -> Iterator[str]:
+    with terminal(f"swarmnet dashboard {options} --port 0") as printed:
+        (url,) = URL.findall(printed)
+        yield url
+
+
+Seen = tuple[str, dict[str, str]]
+"""The path of a page, and what its parts must show."""
+
+
+def operators_page(url: str) -> Seen:
+    watch(url, lambda state: len(state["peers"]) == 4)
+    return "/", {"h1 >> visible=true": "Complete, but without spare hosts", "dl.figures": "Peers4"}
+
+
+def members_page(url: str) -> Seen:
+    watch(url, lambda state: list(states(state).values()) == ["online"] * 2)
+    return "/", {
+        "h1 >> visible=true": "Incomplete: the model cannot answer",
+        "#members": "our lab",
+        "#members li >> nth=0": "member · client, host",
+        "#members li >> nth=1": "4 uses left",
+    }
+
+
+def page_of_a_job(url: str) -> Seen:
+    (job,) = json.loads(shell("swarmnet train list --json"))["jobs"]
+    watch(url, lambda state: job["job"] in state["jobs"])
+    return f"/jobs/{job['job']}", {"h1 >> visible=true": "stdlib-diloco", "#now": f"0 of {job['rounds']}"}
+
+
+def page_of_answers(url: str) -> Seen:
+    watch(url, lambda state: all(model["first_token_s"] for model in state["models"].values()))
+    return "/", {"dl.figures": "95 % within", "#peers": "0:10"}
+
+
+def page_of_the_kitchen(url: str) -> Seen:
+    status = json.loads(shell("swarmnet status --json"))
+    watch(url, lambda state: status["peer_id"] in state["peers"])
+    start, end = status["blocks"]
+    shown = {
+        "h1 >> visible=true": "kitchen",
+        "#span": f"Blocks {start}:{end} of 0:30",
+        "#contribution": "positions × blocks",
+    }
+    return f"/peers/{status['peer_id']}", shown
+
+
+SIGHTS: dict[str, tuple[str, str, Callable[[str], Seen]]] = {
+    "operator": ("swarmnet dashboard", "", operators_page),
+    "private-group": ("swarmnet swarm status", "--swarm group --data-dir group/node", members_page),
+    "trainer": ("swarmnet train list", "--swarm lab/swarm.toml --data-dir watcher-of-jobs", page_of_a_job),
+    "user": ("from openai import OpenAI", "", page_of_answers),
+    "volunteer": ("swarmnet limits", "", page_of_the_kitchen),
+}
+"""Guides whose reader has something to see on the page of a swarm: after which block, on which
+dashboard (that of the README's swarm unless it has options), and what."""
+
+
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
-def test_a_guide_can_be_followed(guide: Path, swarm: dict[str, str]) -> None:
-    follow(guide)
+def test_a_guide_can_be_followed(guide: Path, lab_page: str, browser: Browser, pictures: Path) -> None:
+    after, options, sight = SIGHTS.get(guide.stem, ("", "", None))
+    walked, looked = [], sight is None
+    with contextlib.closing(follow(guide)) as steps:
+        for step in steps:
+            walked.append(step)
+            if sight is None or after not in step.typed:
+                continue
+            looked = True
+            own = URL.findall(step.printed)
+            with (
+                showing(options) if options else contextlib.nullcontext(own[0] if own else lab_page) as url,
+                looking(browser, reduced_motion="reduce") as page,
+            ):
+                path, shown = sight(url)
+                show(page, url + path)
+                for part, text in shown.items():
+                    expect(page.locator(part)).to_contain_text(text)
+                portray(page, pictures, guide.stem)
+    assert looked, f"no block of {guide} has {after}"
+    if walked:
+        portray_terminal(browser, pictures, guide.stem, walked)
 
 
 def test_nodes_compute_with_the_code_of_the_wheel(
@@ -141,7 +235,7 @@ def test_a_node_is_stopped(swarm: dict[str, str]) -> None:
 @pytest.mark.net
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_two_commands_and_a_code_make_a_swarm_of_two_computers(
-    installed: Path, newcomer: Path, tmp_path: Path
+    installed: Path, newcomer: Path, browser: Browser, pictures: Path, tmp_path: Path
 ) -> None:
     """The commands of the guide, on two computers with empty homes. No file is copied."""
     start, join, ask = (
@@ -191,6 +285,18 @@ def test_two_commands_and_a_code_make_a_swarm_of_two_computers(
         assert listing.wait_for_end() == 0, listing.log.read_text()
         ((member,),) = (event["members"] for event in listing.events)
         assert (member["roles"], bool(member["label"])) == (["client", "host"], True)
+        showing = typed("swarmnet dashboard --swarm home --port 0", "dashboard", one)
+        inside = tmp_path / "chromium"
+        inside.write_text(f'#!/bin/sh\nexec {" ".join(one.prefix)} {CHROMIUM} "$@"\n')
+        inside.chmod(0o755)
+        with (
+            browser.browser_type.launch(executable_path=inside, args=[*OPTIONS]) as here,
+            looking(here, reduced_motion="reduce") as page,
+        ):
+            show(page, showing.wait("ready")["url"])
+            expect(page.locator("#members li")).to_contain_text("member · client, host")
+            expect(page.locator("dl.figures")).to_contain_text("Peers2")
+            portray(page, pictures, "home")
         joining.kill()
         again = typed(join, "again", two)
         again.wait("ready")

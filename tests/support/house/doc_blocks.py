@@ -83,9 +83,17 @@ def terminal(script: str) -> Iterator[str]:
         shell.communicate()
 
 
-def follow(page: Path) -> None:
-    """Run the blocks of a guide in the current directory, then end the processes that they left
-    running.
+@dataclass(frozen=True)
+class Step:
+    """A block that a reader typed, and what it printed."""
+
+    typed: str
+    printed: str
+
+
+def follow(page: Path) -> Iterator[Step]:
+    """Run the blocks of a guide in the current directory, and yield each. Then end the processes
+    that they left running.
 
     Free ports replace the ports that a guide names, in later blocks too.
     """
@@ -96,6 +104,7 @@ def follow(page: Path) -> None:
                 printed = stack.enter_context(terminal(PORT.sub("0", block.text)))
                 for named in PORT.findall(block.text):
                     (ports[named],) = {*LOCAL_PORT.findall(printed)}
+                yield Step(block.text, printed)
             elif block.kind in {"run", "python"}:
                 script = LOCAL_PORT.sub(lambda named: ports[named[0]], block.text)
                 if block.kind == "python":
@@ -103,3 +112,4 @@ def follow(page: Path) -> None:
                     script = f"python {page.stem}-{number}.py"
                 printed = shell(script)
                 assert block.expected in printed, f"{script}\n{printed}"
+                yield Step(block.text, printed)

@@ -29,7 +29,7 @@ export function headline() {
 }
 
 function times(target, quantiles) {
-  target.set(durationParts(quantiles?.p50), quantiles ? `95 % within ${durationParts(quantiles.p95).join("\u202f")}` : "no answers in 5 min");
+  target.set(durationParts(quantiles?.p50), quantiles ? `95 % within ${durationParts(quantiles.p95).join("\u202f")}` : "none seen in 5 min");
 }
 
 function figure(name) {
