@@ -11,6 +11,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import pytest
 
+from swarmnet_protocols.directory.dht import directory
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, HostSample, hosts_topic
 from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, dht_keys
 from swarmnet_protocols.errors import SwarmnetError
@@ -19,7 +20,7 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_SAMPLE
 from swarmnet_protocols.wire import records_pb2
-from tests.defences import Patch, defence
+from tests.defences import Patch, defence, patience_s
 from tests.support.network.conversations import until
 
 from .dht_peers import (
@@ -243,6 +244,32 @@ def test_two_halves_that_forgot_each_other_reunite_with_the_network(
 
     monkeypatch.setattr(dht_node, "_LOST_PERIOD_S", 0.2)
     five.run(scenario)
+
+
+def call_no_absent_peer(patch: Patch) -> None:
+    patch.setattr(directory.DhtDirectory, "_find_another_half", lambda _: asyncio.Event().wait())
+
+
+@defence("halves of a swarm that began apart find each other", off=call_no_absent_peer)
+def test_two_halves_that_began_apart_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both bootstrap peers began alone, and each has admitted a member since."""
+
+    async def main() -> None:
+        async with join(tmp_path / "0") as one, join(tmp_path / "1") as two:
+            first, second = one.transport.addresses(), two.transport.addresses()
+            async with (
+                join(tmp_path / "2", tuple(first)) as here,
+                join(tmp_path / "3", tuple(second)) as there,
+            ):
+                await there.directory.publish("topic", b"x", lifetime_s=60.0)
+                assert await bodies(here, "topic") == set()
+                one.directory._bootstrap = lambda: second
+                async with asyncio.timeout(patience_s(20.0)):
+                    while await bodies(here, "topic") != {b"x"}:  # noqa: ASYNC110 - a DHT has no event
+                        await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(directory, "_APART_S", 0.1)
+    asyncio.run(main())
 
 
 def tampered(sealed: bytes) -> bytes:

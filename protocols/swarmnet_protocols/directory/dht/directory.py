@@ -11,9 +11,10 @@ hivemind's DHT trusts its peers. This module does not:
 import asyncio
 import contextlib
 import logging
+import random
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from swarmnet_protocols.directory.records import Publisher, Record, dht_keys, newest, open_valid
 from swarmnet_protocols.directory.signers import Signers
@@ -34,8 +35,13 @@ if TYPE_CHECKING:
     from swarmnet_protocols.directory.dht.contacts import Contacts
 
 _log = logging.getLogger(__name__)
+_RNG = random.SystemRandom()
 
 _BOOTSTRAP_S = 5.0
+_APART_S = 15.0
+"""Mean seconds between two calls of all peers that know each other to bootstrap peers that they do
+not know. With more, two halves of a swarm stay apart longer. With fewer, dead addresses cost more
+dials."""
 _SHUTDOWN_S = 2.0
 _MAX_OPENED_BYTES = 4 << 20
 """Bytes of records whose signatures are not checked again: a thousand large host records."""
@@ -126,7 +132,10 @@ class DhtDirectory:
         if not client_mode:
             directory.set_reachable(is_reachable)
         try:
-            async with in_background(persist("the search for lost peers", lambda: find_lost_peers(node))):
+            async with in_background(
+                persist("the search for lost peers", lambda: find_lost_peers(node)),
+                persist("the search for another half of the swarm", directory._find_another_half),
+            ):
                 await directory._join()
                 yield directory
         finally:
@@ -243,6 +252,23 @@ class DhtDirectory:
         self._handshakes.membership.check()
         if not self.knows_peers:
             await self.join_through(self._bootstrap())
+
+    async def _find_another_half(self) -> NoReturn:
+        """Call a bootstrap peer that is not known, again and again.
+
+        Two bootstrap peers may each begin a swarm again, and members enter the half that they reach
+        first. Each half knows peers, so without these calls it would never look for the other. A
+        peer calls the less often, the more peers it knows: the load of bootstrap peers does not
+        grow with the swarm.
+        """
+        while True:
+            await asyncio.sleep(_APART_S * max(1, self.known_peers) * _RNG.uniform(0.5, 1.5))
+            known = self.peers()
+            absent = [each for each in self._bootstrap() if peer_of(each) not in known]
+            if absent:
+                chosen = peer_of(_RNG.choice(absent))
+                with contextlib.suppress(NotAuthorised):  # a bootstrap peer of before a revocation
+                    await self.join_through([each for each in absent if peer_of(each) == chosen])
 
     async def _connect(self, peer: PeerId, addresses: Sequence[str], refusals: list[NotAuthorised]) -> bool:
         from hivemind.p2p import PeerID
