@@ -235,7 +235,10 @@ def _print_worker(fields: dict[str, Any]) -> None:
         rows["waited for"] = (
             f"{waited['peer_id']}, {waited['seconds']:.0f} s in the last round ({waited['why']})"
         )
-    rows |= {name: fields[name] for name in ("params_hash", "peer_id") if name in fields}
+    if "params_hash" in fields:
+        rows["weights"] = f"SHA-256 {fields['params_hash']}"
+    if "peer_id" in fields:
+        rows["peer id"] = fields["peer_id"]
     if fields["running"] and "addresses" in fields:
         rows["addresses"] = "\n".join(fields["addresses"])
     if "warning" in fields:
