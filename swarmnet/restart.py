@@ -1,4 +1,4 @@
-"""The restart that makes a paused node small.
+"""The restart that makes a paused node or worker small.
 
 torch and its libraries stay in a process until it ends. So a node whose process has imported torch
 ends when it pauses, and its command starts again in the same process id:
@@ -7,6 +7,9 @@ ends when it pauses, and its command starts again in the same process id:
 2. The node ends, and ``restart`` replaces the program. The environment says what the node hosted.
 3. The new program connects under the same identity and announces the paused node. It reads the
    model when the pause ends.
+
+A training worker restarts in the same way. It needs no description: its checkpoint and the stored
+pause say all.
 """
 
 import json
@@ -23,16 +26,16 @@ VARIABLE = "SWARMNET_RESTING"
 
 def take_resting() -> Resting | None:
     """Return what the previous program hosted, and forget it. None unless this program replaced
-    another."""
-    text = os.environ.pop(VARIABLE, "")
-    return Resting(**json.loads(text)) if text else None
+    a node's."""
+    values = json.loads(os.environ.pop(VARIABLE, "null"))
+    return Resting(**values) if values else None
 
 
-def restart(resting: Resting) -> NoReturn:
-    """Replace this program by the same command."""
+def restart(resting: Resting | None = None) -> NoReturn:
+    """Replace this program by the same command. ``resting``: the paused node, if it is one."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.environ[VARIABLE] = json.dumps(asdict(resting))
+    os.environ[VARIABLE] = json.dumps(resting and asdict(resting))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this same command
 
 

@@ -5,7 +5,7 @@ The states of a supervised node:
 1. **Loading.** The limits let it run, so it loads its blocks. A pause or ``finish`` stops the
    loading.
 2. **Serving.** The node hosts its blocks, and ``memory_limit.py`` keeps its memory below the limit.
-   The supervisor reads clock, battery and idle time every ``OBSERVE_S``.
+   Its ``Guard`` reads clock, battery and idle time every ``OBSERVE_S``.
 3. **Stopping.** A limit, the owner or a restart of p2pd requires a pause. Sessions have
    ``PAUSE_GRACE_S`` to move to other hosts.
 4. **Paused.** Blocks, caches and sessions are freed. The transport and the directory stay, and the
@@ -20,22 +20,17 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosted_blocks import Hosting, OtherModels
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.loading.memory_limit import MemoryLimit
 from swarmnet_node.node import Node
-from swarmnet_node.owner.limits import (
-    PAUSED_BY_OWNER,
-    Machine,
-    Observed,
-    OwnerLimits,
-    reason_to_pause,
-)
+from swarmnet_node.owner.guard import Guard
+from swarmnet_node.owner.limits import Machine, OwnerLimits
 from swarmnet_node.relocating import Relocator
 from swarmnet_node.resting import Resting
 from swarmnet_node.running_node import Dependencies, Ending
@@ -43,7 +38,7 @@ from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, in_background, persist, race
 from swarmnet_protocols.net.limits.resources import ResourceManager
 from swarmnet_protocols.routing.relocation import Relocation
-from swarmnet_protocols.wire import control_pb2, report_pb2
+from swarmnet_protocols.wire import report_pb2
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 if TYPE_CHECKING:
@@ -51,8 +46,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-OBSERVE_S = 5.0
-"""Seconds between two reads of clock, battery and idle time."""
 PAUSE_GRACE_S = 2.5
 """Seconds that sessions have to move away before a pause frees the memory. The whole pause must
 take at most 5 s."""
@@ -79,7 +72,8 @@ class Supervisor(Ending):
         self._former: Hosting | None = None
         """The hosting before a switch to another model. None once the other model serves."""
         self._machine = machine
-        self._limits = limits
+        self._changed = asyncio.Event()
+        self._guard = Guard(machine, limits, self._changed.set)
         self._node = _node(dependencies, self._hosting)
         self._is_loading = False
         self._has_moved = False
@@ -94,9 +88,6 @@ class Supervisor(Ending):
         self._paused = asyncio.Event()
         self._reason = ""
         self._finishing_s: float | None = None
-        self._observed: tuple[OwnerLimits, Observed] | None = None
-        self._limits_changed = asyncio.Event()
-        self._changed = asyncio.Event()
         self._started_or_paused = asyncio.Event()
         self._started = asyncio.get_running_loop().time()
 
@@ -116,8 +107,9 @@ class Supervisor(Ending):
         model.
         """
         supervisor = cls(dependencies, hosting, machine, limits, wake)
-        await supervisor._observe()
-        async with in_background(supervisor._run(), persist("the watch over the machine", supervisor._watch)):
+        guard = supervisor._guard
+        await guard.observe()
+        async with in_background(supervisor._run(), persist("the watch over the machine", guard.watch)):
             yield supervisor
 
     async def started(self) -> bool:
@@ -158,14 +150,8 @@ class Supervisor(Ending):
     def status(self) -> NodeStatus:
         """Return the status of the node."""
         status = self._node.status()
-        if self._reason:
-            status.state, status.reason = "paused", self._reason
-        if self._reason == PAUSED_BY_OWNER and math.isfinite(self._machine.paused_until):
-            status.paused_until = self._machine.paused_until
+        self._guard.describe(status, self._reason)
         status.uptime_s = asyncio.get_running_loop().time() - self._started
-        status.limits.json = self._limits.to_json()
-        status.usage.CopyFrom(control_pb2.Usage(**asdict(self._machine.usage())))
-        status.ram_bytes = self._machine.ram_bytes()
         return status
 
     def on_change(self, listener: Callable[[NodeStatus], None]) -> None:
@@ -181,7 +167,7 @@ class Supervisor(Ending):
         self._switch_listeners.append(listener)
 
     def limits(self) -> OwnerLimits:
-        return self._limits
+        return self._guard.limits
 
     def set_limits(self, limits: OwnerLimits) -> None:
         """Apply other limits.
@@ -192,9 +178,7 @@ class Supervisor(Ending):
         hosting = self._hosting
         may_drop = isinstance(hosting, Hosting) and hosting.may_move
         self._memory.check(limits, self._node.engine, may_drop=may_drop)
-        self._machine.enforce(limits)
-        self._limits = limits
-        self._limits_changed.set()
+        self._guard.set_limits(limits)
         if isinstance(self._node, Node):
             self._node.limits_changed.set()
 
@@ -203,13 +187,11 @@ class Supervisor(Ending):
 
         The pause holds over a restart.
         """
-        self._machine.pause(for_s)
-        self._changed.set()
+        self._guard.pause(for_s)
 
     def resume(self) -> None:
         """End ``pause``."""
-        self._machine.resume()
-        self._changed.set()
+        self._guard.resume()
 
     def restart_for_pauses(self, frees_memory: Callable[[], bool]) -> None:
         """Finish in a pause if ``frees_memory`` says that a restart frees much memory. ``resting``
@@ -246,10 +228,7 @@ class Supervisor(Ending):
 
     def _reason_to_pause(self) -> str:
         """Return the reason why the node must not run now. Empty if it may run."""
-        if self._step_aside_reason or self._observed is None:
-            return self._step_aside_reason
-        usage, paused_until = self._machine.usage(), self._machine.paused_until
-        return reason_to_pause(*self._observed, usage, paused_until=paused_until)
+        return self._step_aside_reason or self._guard.reason()
 
     async def _run(self) -> None:
         try:
@@ -323,7 +302,7 @@ class Supervisor(Ending):
             persist("the announcement", node.keep_announced), name="announce intent"
         )
         try:
-            hosting = await others.hosting(switch.manifest, weight_bytes, self._limits)
+            hosting = await others.hosting(switch.manifest, weight_bytes, self._guard.limits)
         except SwarmnetError as error:
             await cancel(announcing)
             await node.withdraw(switch)
@@ -414,20 +393,6 @@ class Supervisor(Ending):
         while not holds():
             self._changed.clear()
             await self._changed.wait()
-
-    async def _watch(self) -> NoReturn:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(OBSERVE_S):
-                    await self._limits_changed.wait()
-            self._limits_changed.clear()
-            await self._observe()
-
-    async def _observe(self) -> None:
-        limits, loop = self._limits, asyncio.get_running_loop()
-        with contextlib.suppress(OSError):  # keep the last observation
-            self._observed = limits, await loop.run_in_executor(None, self._machine.observe, limits)
-        self._changed.set()
 
     def _notify_listeners(self, reason: str) -> None:
         self._reason = reason

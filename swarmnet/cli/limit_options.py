@@ -1,5 +1,5 @@
-"""The options that limit a node, shared by `join`, `limits` and `train join`: how they are read,
-stored and shown."""
+"""The options that limit a command on its owner's machine, shared by `join`, `train join`,
+`volunteer` and `limits`: how they are read, stored and shown."""
 
 import os
 import re
@@ -11,6 +11,7 @@ import typer
 
 from swarmnet import units
 from swarmnet.cli.option_groups import From
+from swarmnet.cli.options import one_of
 from swarmnet_node.owner.limits import PRESETS, OwnerLimits, preset_limits
 
 PANEL = "Limits on this machine"
@@ -20,7 +21,7 @@ NOTHING = {NO_LIMIT, "always", "all", "no"}
 
 
 def _limit(*names: str, about: str, metavar: str | None = None, default: str | bool = "none") -> Any:
-    """Return an option of `join` and `limits`; without it the stored limit stays in force."""
+    """Return an option of a limit; without it the stored limit stays in force."""
     return typer.Option(*names, metavar=metavar, help=about, show_default=default, rich_help_panel=PANEL)
 
 
@@ -38,23 +39,15 @@ def read_preset(text: str) -> str:
 
 
 _SIZE, _RATE = From(str, units.parse_size_bytes), From(str, units.parse_rate_bytes_per_s)
-Up = Annotated[
-    float | None, _limit("--up", metavar="RATE", about="Send at most this fast, such as 20mbit."), _RATE
-]
-Down = Annotated[float | None, _limit("--down", metavar="RATE", about="Receive at most this fast."), _RATE]
-MaxRam = Annotated[
-    int | None,
-    _limit("--max-ram", metavar="SIZE", about="Use at most this much memory, such as 8GiB."),
-    _SIZE,
-]
-PresetOption = Annotated[
-    str | None,
-    _limit(
-        "--preset",
-        metavar="laptop|desktop|server",
-        about="Begin with careful limits for such a machine, such as a quarter of its memory. Other options win. `swarmnet limits` shows them.",
+PriorityOption = Annotated[
+    str,
+    typer.Option(
+        "--priority",
+        metavar="low|normal",
+        help="low: every other program on this machine goes first.",
+        rich_help_panel=PANEL,
+        callback=one_of("--priority", "low", "normal"),
     ),
-    From(str, read_preset),
 ]
 
 
@@ -62,15 +55,31 @@ PresetOption = Annotated[
 class LimitOptions:
     """An option for each field of ``OwnerLimits``; None where the stored limit stays in force."""
 
-    preset: PresetOption = None
-    max_ram_bytes: MaxRam = None
+    preset: Annotated[
+        str | None,
+        _limit(
+            "--preset",
+            metavar="laptop|desktop|server",
+            about="Begin with careful limits for such a machine, such as a quarter of its memory. Other options win. `swarmnet limits` shows them.",
+        ),
+        From(str, read_preset),
+    ] = None
+    max_ram_bytes: Annotated[
+        int | None,
+        _limit("--max-ram", metavar="SIZE", about="Use at most this much memory, such as 8GiB."),
+        _SIZE,
+    ] = None
     max_gpu_mem: Annotated[
         float | None,
         _limit("--max-gpu-mem", metavar="SIZE|N%", about="Use at most this much GPU memory."),
         From(str, units.parse_share),
     ] = None
-    up_bytes_per_s: Up = None
-    down_bytes_per_s: Down = None
+    up_bytes_per_s: Annotated[
+        float | None, _limit("--up", metavar="RATE", about="Send at most this fast, such as 20mbit."), _RATE
+    ] = None
+    down_bytes_per_s: Annotated[
+        float | None, _limit("--down", metavar="RATE", about="Receive at most this fast."), _RATE
+    ] = None
     relay_bytes_per_s: Annotated[
         float | None,
         _limit(
@@ -86,7 +95,7 @@ class LimitOptions:
         _limit(
             "--monthly",
             metavar="SIZE",
-            about="Pause when this much was sent and received in a month, such as 200GB.",
+            about="Pause when this much was sent and received in a month, such as 200GB. A worker pauses before the round that would exceed it.",
         ),
         _SIZE,
     ] = None

@@ -51,7 +51,7 @@ class Watched(Protocol):
 
 @runtime_checkable
 class Controlled(Watched, Protocol):
-    """The node that the owner controls."""
+    """The node or worker that the owner controls."""
 
     def pause(self, for_s: float = ...) -> None: ...
 
@@ -89,7 +89,10 @@ async def serve(peer: Watched, data_dir: Path) -> AsyncIterator[None]:
 
 
 async def _refuse(_request: object, context: Any) -> None:
-    reasons = ["this command hosts nothing: it cannot pause or change its limits", "stop it: swarmnet finish"]
+    reasons = [
+        "this command neither hosts nor trains: it cannot pause or change its limits",
+        "stop it: swarmnet finish",
+    ]
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, json.dumps(reasons))
 
 

@@ -208,19 +208,31 @@ class Machine(Protocol):
 
 
 def reason_to_pause(
-    limits: OwnerLimits, observed: Observed, usage: MonthlyUsage, *, paused_until: float
+    limits: OwnerLimits,
+    observed: Observed,
+    usage: MonthlyUsage,
+    *,
+    paused_until: float,
+    ahead_bytes: int = 0,
 ) -> str:
-    """Return the reason why a node must not run now, worded for its owner. Empty if it may run.
+    """Return the reason why a command must not run now, worded for its owner. Empty if it may run.
 
-    The first limit that forbids it counts. Its reason says until when.
+    The first limit that forbids it counts. Its reason says until when. ``ahead_bytes``: bytes that
+    the present round of training may still send and receive.
     """
     if observed.now.timestamp() < paused_until:
         return PAUSED_BY_OWNER
     month = month_of(observed.now)
     used = usage.up_bytes + usage.down_bytes if usage.month == month else 0
-    if limits.monthly_bytes is not None and used >= limits.monthly_bytes:
+    if limits.monthly_bytes is not None and used + max(1, ahead_bytes) > limits.monthly_bytes:
         year, next_month = observed.now.year + observed.now.month // 12, observed.now.month % 12 + 1
-        return f"the bytes for {month} are used up, until {year:04d}-{next_month:02d}-01"
+        are_left = used < limits.monthly_bytes
+        why = (
+            f"a round would exceed the bytes for {month}"
+            if are_left
+            else f"the bytes for {month} are used up"
+        )
+        return f"{why}, until {year:04d}-{next_month:02d}-01"
     if limits.schedule is not None:
         schedule = Schedule.parse(limits.schedule)
         if not schedule.allows(observed.now):

@@ -65,17 +65,41 @@ class WorkerCheckpoint:
     excluded: tuple[PeerId, ...] = ()
 
 
-MAX_SET_ASIDE = 3
-"""Copies that ``CheckpointStore.set_aside`` keeps. Older ones are removed."""
+@dataclass(frozen=True)
+class Kept:
+    """How many checkpoints of a job stay on the disk. Older ones are removed."""
+
+    newest: int = 2
+    set_aside: int = 3
+    """Copies that ``CheckpointStore.set_aside`` keeps."""
+
+    @property
+    def most(self) -> int:
+        """Most checkpoints on the disk at once: one of them is being written."""
+        return self.newest + 1 + self.set_aside
+
+    @classmethod
+    def within(cls, disk_bytes: int, checkpoint_bytes: int) -> "Kept":
+        """Return how many checkpoints the disk holds, up to the usual number.
+
+        Raises ``OutOfResources`` if it cannot hold one while the next is written.
+        """
+        room = disk_bytes // checkpoint_bytes
+        if room < 2:
+            raise OutOfResources(
+                f"two checkpoints of this job take {2 * checkpoint_bytes / 2**30:.1f} GiB of disk",
+                hint="raise --max-disk, or train a smaller job",
+            )
+        newest = min(cls.newest, room - 1)
+        return cls(newest, min(cls.set_aside, room - newest - 1))
 
 
 class CheckpointStore:
-    """The newest ``keep`` checkpoints of one job, in ``root``. Only one worker at a time may
-    write."""
+    """The checkpoints of one job, in ``root``. Only one worker at a time may write."""
 
-    def __init__(self, root: Path, *, keep: int = 2) -> None:
+    def __init__(self, root: Path, kept: Kept = Kept()) -> None:
         self._root = root
-        self._keep = keep
+        self._kept = kept
 
     def save(self, checkpoint: WorkerCheckpoint, write_model: Callable[[Path, Tensor], None]) -> Path:
         """Write a checkpoint and remove the oldest. Return its folder.
@@ -97,7 +121,7 @@ class CheckpointStore:
                     with (folder / _STATE / f"{name}.safetensors").open("wb") as stream:
                         stream.writelines(pack(getattr(checkpoint, name)))
                 _write_progress(folder, checkpoint)
-            for old in self._folders()[self._keep :]:
+            for old in self._folders()[self._kept.newest :]:
                 shutil.rmtree(old)
         return target
 
@@ -108,13 +132,13 @@ class CheckpointStore:
         disk is full or fails.
         """
         found = self._newest_valid()
-        if found is None:
+        if found is None or not self._kept.set_aside:
             return
         kept = self._root / f"before-catch-up-{found[1]['round']:08d}"
         with _disk_errors(self._root):
             if not kept.exists():
                 shutil.copytree(found[0], kept)
-            for old in sorted(self._root.glob("before-catch-up-*"))[:-MAX_SET_ASIDE]:
+            for old in sorted(self._root.glob("before-catch-up-*"))[: -self._kept.set_aside]:
                 shutil.rmtree(old)
 
     def load_newest(self, job_id: str) -> WorkerCheckpoint | None:

@@ -3,22 +3,30 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_node.owner.given import Given
 from swarmnet_protocols.directory.node_reports import MAX_CONTRIBUTIONS
 from swarmnet_protocols.training.jobs import SealedJob
-from swarmnet_protocols.training.rounds.round_runner import Outcome
 from swarmnet_protocols.wire import report_pb2 as pb
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.training.rounds.round_runner import Outcome
 
 EventHandler = Callable[[dict[str, Any]], None]
 """Receives each event as a JSON object, with the fields of ``swarmnet train join --json``."""
 
-_STATES = {"ready": "training", "waiting": "waiting", "leaving": "leaving", "round": "training"}
+_STATES = {
+    "ready": "training",
+    "waiting": "waiting",
+    "paused": "paused",
+    "leaving": "leaving",
+    "round": "training",
+}
 
 
-def exchange_fields(outcome: Outcome) -> dict[str, Any]:
+def exchange_fields(outcome: "Outcome") -> dict[str, Any]:
     """Return the fields that describe an exchange in an event."""
     return {
         "committed": outcome.committed,

@@ -1,16 +1,19 @@
 """Starts a training worker.
 
-1. Connect to the swarm.
-2. Get the job, its data and its model.
-3. Assemble a ``Worker``.
+1. Connect to the swarm, and get the job.
+2. Rest as long as the owner's limits forbid to train. Nothing is loaded meanwhile.
+3. Get its data and its model, and assemble a ``Worker``.
+4. Train until the job is done, the owner stops the worker, or its limits require a pause. For a
+   pause the caller frees the memory (``swarmnet/restart.py``) and begins at 1 again.
 """
 
 import asyncio
+import math
 import os
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,16 +21,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnet_node.owner.limits import OwnerLimits
-from swarmnet_node.owner.watched_peer import Purpose, WatchedPeer
+from swarmnet_node.owner.limits import PAUSED_BY_OWNER, OwnerLimits
+from swarmnet_node.owner.watched_peer import GuestPeer, Purpose
 from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder, last_stage, own_jobs
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
-from swarmnet_protocols.errors import ConfigError, NetworkStopped, NotAuthorised
+from swarmnet_protocols.errors import ConfigError, NetworkStopped, NotAuthorised, SwarmnetError
 from swarmnet_protocols.joining.network import Network, connect
-from swarmnet_protocols.machine.aio import in_background, persist
+from swarmnet_protocols.machine.aio import cancel, in_background, persist
+from swarmnet_protocols.machine.lean_imports import import_transformers
+from swarmnet_protocols.training.jobs import open_job
 
 if TYPE_CHECKING:
-    from swarmnet_node.training.events import EventHandler
+    from swarmnet_node.owner.given import Given
+    from swarmnet_node.training.checkpoint import Kept
+    from swarmnet_node.training.events import EventHandler, WorkerReporter
     from swarmnet_node.training.steps.stage_trainer import StageTrainer
     from swarmnet_node.training.steps.trainer import Trainer
     from swarmnet_node.training.worker import Worker
@@ -35,9 +42,14 @@ if TYPE_CHECKING:
     from swarmnet_protocols.fetching.peers import SwarmPeers
     from swarmnet_protocols.models import Progress
     from swarmnet_protocols.net import Transport
-    from swarmnet_protocols.training.jobs import SealedJob
     from swarmnet_protocols.training.memory_needs import MemoryNeeds
     from swarmnet_protocols.wire.control_pb2 import NodeStatus
+
+_CHECKPOINT_BYTES = 5 * 4
+"""Most bytes of a checkpoint per trained parameter: the parameter, AdamW's two moments, the outer
+momentum and the residual of a codec, each in float32."""
+_COPIES = 4
+"""Most encoded vectors that a round sends and receives: contributions and results, each way."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,8 @@ class WorkerConfig:
     cache_dir: Path
     device: str = "auto"
     memory: MemoryOptions = AUTOMATIC
-    threads: int | None = None
+    max_disk_bytes: int | None = None
+    """Most bytes of downloaded model files and checkpoints. None for no limit."""
     files: LocalFiles = field(default_factory=LocalFiles)
     stage: int | None = None
     """The stage to train, in a job that has stages. None for the stage of the last time, or the one
@@ -59,88 +72,45 @@ class WorkerConfig:
     """Name of this worker that everybody sees. Empty: none."""
     swarm_name: str = ""
     limits: OwnerLimits = field(default_factory=OwnerLimits)
-    """The limits on the link and on memory apply. The others are for a node."""
+    round_bytes: int = 0
+    """Most bytes that a round of this job has sent and received here. 0 if unknown."""
+    volunteers: str = ""
+    """Why a volunteer trains this job. Empty for other workers."""
 
 
 @asynccontextmanager
 async def start(
     config: WorkerConfig, handler: "EventHandler", progress: "Progress" = lambda *_: None
-) -> "AsyncIterator[tuple[Worker, WatchedPeer]]":
-    """Yield a worker that is ready to ``run``, and its peer for the owner's commands.
+) -> AsyncIterator["Training"]:
+    """Yield the training of a job, ready to ``run``.
 
     ``handler`` receives the worker's events. Leaving the context stops a computation at its next
-    inner step. Raises ``Unreachable`` if no peer has the job, and the errors of reading its data
-    and building its model.
+    inner step. Raises ``Unreachable`` if no peer has the job.
     """
-    stopped = threading.Event()
-
-    def progress_unless_stopped(description: str, done: int, total: int | None) -> None:
-        if stopped.is_set():
-            raise _Stopped
-        progress(description, done, total)
-
     async with AsyncExitStack() as stack:
-        config.limits.limit_link(config.network.peer.link)
+        link = config.network.peer.link
+        config.limits.limit_link(link)
         transport, directory = await stack.enter_async_context(connect(config.network))
-        executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
-        codec_executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="codec"))
-        writer = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
-        stack.callback(stopped.set)
+        threads = Threads(
+            *(
+                stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=name))
+                for name in ("torch", "codec", "checkpoint")
+            )
+        )
         sealed = await fetch_job(config.data_dir, directory, config.job)
 
         from swarmnet_node.hosting.reports import Reporter
         from swarmnet_node.owner.given import GivenKeeper
-        from swarmnet_node.training.checkpoint import CheckpointStore
         from swarmnet_node.training.events import WorkerReporter
-        from swarmnet_node.training.worker import Worker, WorkerDependencies
         from swarmnet_protocols.directory.catalog import job_announcer
         from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
-        from swarmnet_protocols.directory.host_announcements import read_hosts
-        from swarmnet_protocols.fetching.peers import SwarmPeers, WeightHost
-        from swarmnet_protocols.fetching.server import WeightServer
-        from swarmnet_protocols.machine.threads import compute_on
         from swarmnet_protocols.net.identity import Identity
-        from swarmnet_protocols.net.protocol_ids import REPORT, WEIGHTS
+        from swarmnet_protocols.net.protocol_ids import REPORT
         from swarmnet_protocols.timing import Timing
-        from swarmnet_protocols.training.job_records import find_workers
-        from swarmnet_protocols.training.job_settings import is_published
-        from swarmnet_protocols.training.jobs import open_job
-        from swarmnet_protocols.training.pipeline.stages import groups
 
-        await compute_on(executor, codec_executor, threads=config.threads)
-        loop = asyncio.get_running_loop()
         identity = Identity.load_or_create(config.network.peer.identity_path)
-        peers = SwarmPeers(config.network.rules.pieces_hashes, Timing(), config.network.rules.models)
-
-        async def holders(model: bytes) -> Sequence[WeightHost]:
-            """Return peers that may have the weights: hosts, and workers of the job."""
-            members = groups(config.job, open_job(sealed).job.stage_count)
-            workers = [each for group in members for each in await find_workers(directory, group)]
-            return [*await read_hosts(directory, model), *workers]
-
-        def tell(needs: "MemoryNeeds") -> None:
-            loop.call_soon_threadsafe(
-                handler, {"event": "memory", **asdict(needs), "bytes": needs.total_bytes}
-            )
-
-        peers.attach(transport, holders)
-        stack.callback(peers.detach)
-        stage = await _stage(config, open_job(sealed), transport, directory)
-        opening = partial(_open_trainer, config, sealed, stage, progress_unless_stopped, peers, tell)
-        trainer = await loop.run_in_executor(executor, opening)
-        keeper = GivenKeeper(config.data_dir, config.network.peer.link)
+        keeper = GivenKeeper(config.data_dir, link)
         stack.callback(keeper.close)
-        dependencies = WorkerDependencies(
-            transport,
-            directory,
-            executor,
-            codec_executor,
-            writer,
-            random.Random(os.urandom(16)),
-            identity.sign,
-            progress=progress,
-            given=keeper.given,
-        )
         reporter = WorkerReporter(
             open_job(sealed),
             version("swarmnet-p2p"),
@@ -149,12 +119,7 @@ async def start(
             keeper.given,
             public_name=config.public_name,
         )
-        checkpoints = CheckpointStore(job_folder(config.data_dir, config.job, stage))
-        worker = Worker(dependencies, sealed, trainer, checkpoints, reporter.handle)  # type: ignore[arg-type]
         await REPORT.serve(transport, Reporter(reporter.report).handle)
-        if trainer.local is not None and is_published(trainer.local.name):
-            server = WeightServer(trainer.local.shared(), lambda: False)
-            await WEIGHTS.serve(transport, server.handle, Timing())
 
         def warn(warning: str) -> None:
             reporter.handle({"event": "identity", "warning": warning})
@@ -170,97 +135,287 @@ async def start(
             status.worker.CopyFrom(reporter.report().worker)
             status.given.CopyFrom(keeper.given.message())
             status.warning = watch.warning() or status.warning
+            status.volunteers = config.volunteers
+
+        def limit_cores(limits: OwnerLimits) -> None:
+            training.limit_cores(limits)
 
         purpose = Purpose(
-            "train join", config.swarm_name, config.data_dir, config.network.peer.link, add_worker
+            "train join",
+            config.swarm_name,
+            config.data_dir,
+            link,
+            add_worker,
+            config.limits,
+            limit_cores,
         )
-        peer = await stack.enter_async_context(WatchedPeer.run(purpose, transport, directory))
-        made = own_jobs(config.data_dir, identity.public_key)
-        listing = job_announcer(directory, dependencies.rng, config.job, made)
+        peer = await stack.enter_async_context(GuestPeer.run(purpose, transport, directory))
+        keeper.is_active = lambda: peer.is_working
+        training = Training(
+            config, sealed, peer, transport, directory, threads, keeper.given, reporter, progress
+        )
+        stack.callback(training.stop_computing)
+        listing = job_announcer(
+            directory, training.rng, config.job, own_jobs(config.data_dir, identity.public_key)
+        )
         await stack.enter_async_context(
             in_background(
                 persist("the catalog", listing.run),
                 persist("the totals", partial(keeper.run, notice)),
-                _fail_with_transport(transport, worker, stopped),
+                _fail_with_transport(training),
             )
         )
-        yield worker, peer
+        yield training
 
 
-async def _stage(
-    config: WorkerConfig,
-    sealed: "SealedJob",
-    transport: "Transport",
-    directory: "Directory",
-) -> int | None:
-    """Return the stage that this worker trains; None in a job without stages.
+@dataclass(frozen=True)
+class Threads:
+    """The threads of a worker: torch computation, encoding, and writing checkpoints."""
 
-    Raises ``ConfigError`` for a stage that the job does not have.
-    """
-    from swarmnet_node.training.stage_choice import choose_stage
-
-    stages = sealed.job.stages
-    if config.stage is not None and (stages is None or config.stage >= stages.count):
-        has = "no stages" if stages is None else f"the stages 0 to {stages.count - 1}"
-        raise ConfigError(f"this job has {has}", hint="leave out --stage")
-    if stages is None or config.stage is not None:
-        return config.stage
-    before = last_stage(config.data_dir, sealed.id)
-    if before is not None:
-        return before
-    return await choose_stage(directory, sealed.id, stages.count, transport.peer_id, transport.addresses)
+    computing: Executor
+    codec: Executor
+    writer: Executor
 
 
-async def _fail_with_transport(transport: "Transport", worker: "Worker", stopped: threading.Event) -> None:
+@dataclass
+class Training:
+    """The training of a job by this process, until it is done or must pause. Made by ``start``."""
+
+    config: WorkerConfig
+    sealed: bytes
+    peer: GuestPeer
+    """The worker's peer, for the owner's commands."""
+    transport: "Transport"
+    directory: "Directory"
+    threads: Threads
+    given: "Given"
+    reporter: "WorkerReporter"
+    progress: "Progress"
+    rng: random.Random = field(default_factory=lambda: random.Random(os.urandom(16)))
+    _worker: "Worker | None" = None
+    """None until the model is loaded."""
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _error: SwarmnetError | None = None
+    """The error that ends the training from outside."""
+    _every_core: int = 0
+    """The cores of this machine. 0 until the model is loaded."""
+    _kept: "Kept | None" = None
+    """The checkpoints that the disk may hold. None until their size is known."""
+
+    async def run(self) -> bool:
+        """Train. Return whether the worker ended for a pause.
+
+        While the owner's limits forbid to train, nothing is loaded. Called once. Raises the errors
+        of reading the job's data, of building its model and of training.
+        """
+        peer, paused = self.peer, False
+        peer.guard.reserve(self.config.round_bytes)
+        if await peer.may_work(self._tell_pause):
+            peer.is_working = True
+            keeping = asyncio.create_task(self._keep_terms(), name="the owner's terms")
+            try:
+                self._worker = await self._open()
+                await self._worker.run()
+            except _Stopped:  # while the model was loading
+                pass
+            finally:
+                peer.is_working = False
+                paused = keeping.done() and not peer.stopping.is_set()
+                await cancel(keeping)
+        if self._error is not None:
+            raise self._error
+        return paused
+
+    def fail(self, error: SwarmnetError) -> None:
+        """Make ``run`` save a checkpoint and raise ``error``."""
+        self._error = error
+        self.stop_computing()
+        if self._worker is not None:
+            self._worker.fail(error)
+        self.peer.finish(0.0)
+
+    def limit_cores(self, limits: OwnerLimits) -> None:
+        """Compute with as many cores as the owner allows, from the next operation on."""
+        from swarmnet_protocols.machine.threads import use_cores
+
+        if self._every_core:
+            use_cores(self.threads.computing, limits.cores or self._every_core)
+
+    def stop_computing(self) -> None:
+        """End a computation at its next inner step."""
+        self._stopped.set()
+
+    async def _keep_terms(self) -> None:
+        """Stop the worker when its owner says so: at the end of its round, or at once for a
+        pause."""
+        if await self.peer.must_rest():
+            self.peer.is_working = False
+            self.stop_computing()
+            if self._worker is not None:
+                self._worker.pause()
+            return
+        if self._worker is None:
+            self.stop_computing()
+        elif self._error is None:
+            self._worker.stop()
+            self.reporter.handle({"event": "leaving"})
+
+    def _tell_pause(self, reason: str) -> None:
+        until = self.peer.guard.machine.paused_until
+        ends = until if reason == PAUSED_BY_OWNER and math.isfinite(until) else None
+        self.reporter.handle({"event": "paused", "reason": reason, "until": ends})
+
+    def _handle(self, event: dict[str, Any]) -> None:
+        if event["event"] == "round":
+            took = event["bytes_sent"] + event["bytes_received"]
+            event["round_bytes"] = round_bytes = max(took, self.config.round_bytes)
+            self.peer.guard.reserve(round_bytes)
+        self.reporter.handle(event)
+
+    async def _open(self) -> "Worker":
+        from swarmnet_node.training.checkpoint import CheckpointStore, Kept
+        from swarmnet_node.training.worker import Worker, WorkerDependencies
+        from swarmnet_protocols.directory.host_announcements import read_hosts
+        from swarmnet_protocols.fetching.peers import SwarmPeers, WeightHost
+        from swarmnet_protocols.fetching.server import WeightServer
+        from swarmnet_protocols.machine.threads import compute_on
+        from swarmnet_protocols.net.identity import Identity
+        from swarmnet_protocols.net.protocol_ids import WEIGHTS
+        from swarmnet_protocols.timing import Timing
+        from swarmnet_protocols.training.job_records import find_workers
+        from swarmnet_protocols.training.job_settings import is_published
+        from swarmnet_protocols.training.pipeline.stages import groups
+
+        config, directory = self.config, self.directory
+
+        async def holders(model: bytes) -> Sequence[WeightHost]:
+            """Return peers that may have the weights: hosts, and workers of the job."""
+            members = groups(config.job, open_job(self.sealed).job.stage_count)
+            workers = [each for group in members for each in await find_workers(directory, group)]
+            return [*await read_hosts(directory, model), *workers]
+
+        stage = await self._stage()
+        rules = config.network.rules
+        peers = SwarmPeers(rules.pieces_hashes, Timing(), rules.models)
+        peers.attach(self.transport, holders)
+        try:
+            loop, threads = asyncio.get_running_loop(), self.threads
+            await loop.run_in_executor(threads.computing, import_transformers)  # torch has threads of its own
+            cores = self.peer.limits().cores
+            self._every_core = await compute_on(threads.computing, threads.codec, threads=cores)
+            trainer = await loop.run_in_executor(threads.computing, self._open_trainer, stage, peers, loop)
+        finally:
+            peers.detach()
+        if trainer.local is not None and is_published(trainer.local.name):
+            server = WeightServer(trainer.local.shared(), lambda: False)
+            await WEIGHTS.serve(self.transport, server.handle, Timing())
+        dependencies = WorkerDependencies(
+            self.transport,
+            directory,
+            self.threads.computing,
+            self.threads.codec,
+            self.threads.writer,
+            self.rng,
+            Identity.load_or_create(config.network.peer.identity_path).sign,
+            progress=self.progress,
+            given=self.given,
+        )
+        checkpoints = CheckpointStore(job_folder(config.data_dir, config.job, stage), self._kept or Kept())
+        return Worker(dependencies, self.sealed, trainer, checkpoints, self._handle)  # type: ignore[arg-type]
+
+    async def _stage(self) -> int | None:
+        """Return the stage that this worker trains; None in a job without stages.
+
+        Raises ``ConfigError`` for a stage that the job does not have.
+        """
+        from swarmnet_node.training.stage_choice import choose_stage
+
+        config, sealed, transport = self.config, open_job(self.sealed), self.transport
+        stages = sealed.job.stages
+        if config.stage is not None and (stages is None or config.stage >= stages.count):
+            has = "no stages" if stages is None else f"the stages 0 to {stages.count - 1}"
+            raise ConfigError(f"this job has {has}", hint="leave out --stage")
+        if stages is None or config.stage is not None:
+            return config.stage
+        before = last_stage(config.data_dir, sealed.id)
+        if before is not None:
+            return before
+        peer = transport.peer_id
+        return await choose_stage(self.directory, sealed.id, stages.count, peer, transport.addresses)
+
+    def _open_trainer(
+        self, stage: int | None, peers: "SwarmPeers", loop: asyncio.AbstractEventLoop
+    ) -> "Trainer | StageTrainer":
+        from swarmnet_node.training.checkpoint import Kept
+        from swarmnet_node.training.steps.stage_trainer import StageTrainer
+        from swarmnet_node.training.steps.trainer import Trainer
+        from swarmnet_protocols.machine.devices import limit_memory, pick_device
+
+        config, opened = self.config, open_job(self.sealed)
+
+        def progress(description: str, done: int, total: int | None) -> None:
+            if self._stopped.is_set():
+                raise _Stopped
+            self.progress(description, done, total)
+
+        def tell(needs: "MemoryNeeds") -> int | None:
+            loop.call_soon_threadsafe(self._tell_needs, needs)
+            if config.max_disk_bytes is None:
+                return None
+            one_bytes = _CHECKPOINT_BYTES * needs.trained
+            self._kept = Kept.within(config.max_disk_bytes, one_bytes)
+            return config.max_disk_bytes - self._kept.most * one_bytes
+
+        with opened.naming_job():
+            config.files.load_method(opened.job)
+            device = pick_device(config.device)
+            limits = self.peer.limits()
+            limit_memory(device, limits.max_gpu_mem)
+            job = config.files.applied_to(opened.job, stage)
+            options: dict[str, Any] = {
+                "cache_dir": config.cache_dir,
+                "available_bytes": _available_bytes(limits),
+                "device": device,
+                "memory": config.memory,
+                "progress": progress,
+                "peers": peers,
+                "tell": tell,
+            }
+            if stage is not None:
+                return StageTrainer.open(job, stage, **options)
+            trainer = Trainer.open(job, **options)
+            if opened.job.make_method().kind == "parameters":
+                trainer.time_step()
+            return trainer
+
+    def _tell_needs(self, needs: "MemoryNeeds") -> None:
+        """Report what a worker takes: memory, and if no round has shown it, bytes of a round."""
+        from swarmnet_protocols.training.codecs import get_codec
+
+        event = {"event": "memory", **asdict(needs), "bytes": needs.total_bytes}
+        job = open_job(self.sealed).job
+        method = job.make_method()
+        if not self.config.round_bytes and method.kind != "scalars":
+            codec = get_codec(job.exchange.codec or method.codec)
+            event["round_bytes"] = _COPIES * codec.max_bytes(needs.trained)
+            self.peer.guard.reserve(event["round_bytes"])
+        self.reporter.handle(event)
+
+
+async def _fail_with_transport(training: Training) -> None:
     """Stop the worker when its transport ends, because it can then reach no other worker."""
     try:
-        await transport.died()
+        await training.transport.died()
     except NotAuthorised as error:
-        stopped.set()
-        worker.fail(error)
+        training.fail(error)
         return
-    stopped.set()
-    worker.fail(
+    training.fail(
         NetworkStopped(hint="start it again with 'swarmnet train join'; it resumes from its checkpoint")
     )
 
 
 class _Stopped(Exception):
     """Raised on the computing thread to end the computation of a stopped worker."""
-
-
-def _open_trainer(
-    config: WorkerConfig,
-    sealed: bytes,
-    stage: int | None,
-    progress: "Progress",
-    peers: "SwarmPeers",
-    tell: "Callable[[MemoryNeeds], None]",
-) -> "Trainer | StageTrainer":
-    from swarmnet_node.training.steps.stage_trainer import StageTrainer
-    from swarmnet_node.training.steps.trainer import Trainer
-    from swarmnet_protocols.machine.devices import pick_device
-    from swarmnet_protocols.training.jobs import open_job
-
-    opened = open_job(sealed)
-    with opened.naming_job():
-        config.files.load_method(opened.job)
-        job = config.files.applied_to(opened.job, stage)
-        options: dict[str, Any] = {
-            "cache_dir": config.cache_dir,
-            "available_bytes": _available_bytes(config.limits),
-            "device": pick_device(config.device),
-            "memory": config.memory,
-            "progress": progress,
-            "peers": peers,
-            "tell": tell,
-        }
-        if stage is not None:
-            return StageTrainer.open(job, stage, **options)
-        trainer = Trainer.open(job, **options)
-        if opened.job.make_method().kind == "parameters":
-            trainer.time_step()
-        return trainer
 
 
 def _available_bytes(limits: OwnerLimits) -> int:

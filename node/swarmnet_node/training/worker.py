@@ -73,6 +73,9 @@ from swarmnet_protocols.training.state_transfer import PackedState, StateServer,
 P = ParamSpec("P")
 T = TypeVar("T")
 
+PAUSE_GRACE_S = 2.5
+"""Seconds that a running exchange has to end before a pause. With more, the memory is free later.
+With less, more workers have to take over the part of a worker that pauses."""
 ANNOUNCE_S = 20.0
 """Seconds between announcements in the directory."""
 LAST_WORD_S = 2.0
@@ -134,6 +137,7 @@ class Worker:
         self.job_id = opened.id
         self.round = 0
         self.stopping = False
+        self.is_pausing = False
         self._dependencies = dependencies
         self._transport = dependencies.transport
         self._job = opened.job
@@ -163,7 +167,8 @@ class Worker:
         self._disk_s = 0.0
         """Seconds that checkpoints delayed this worker since the last roster."""
         self._rates = ArrivalRates()
-        self._failure: asyncio.Future[SwarmnetError] = asyncio.get_running_loop().create_future()
+        self._interrupted: asyncio.Future[SwarmnetError | None] = asyncio.get_running_loop().create_future()
+        """Ends ``run`` at once: with an error, or with None for a pause."""
         self._job_hash = bytes.fromhex(self.job_id)
         self._timing = Timing()
         self._workers = KnownWorkers(
@@ -196,7 +201,7 @@ class Worker:
         self._pairs = Pairs(context, self._state_server, self._replica.codec)
 
     async def run(self) -> None:
-        """Train until the last round of the job, or until ``stop``. Then save a checkpoint.
+        """Train until the last round of the job, ``stop`` or ``pause``. Then save a checkpoint.
 
         Raises the error given to ``fail``, and ``OutOfResources`` if the disk is full.
         """
@@ -224,14 +229,20 @@ class Worker:
             )
             async with in_background(persist("the announcement", announcer.run)):
                 try:
-                    if failure := await race(self._failure, self._run_rounds()):
+                    failure = await race(self._interrupted, self._run_rounds())
+                    if self.is_pausing:
+                        await self._leave_group()
+                    if not self._interrupted.cancelled():
                         await self._save()
                         await self._written()
+                    if failure is not None:
                         raise failure
                 finally:
                     await cancel(self._pending.task if self._pending else None)
             await announcer.withdraw(LAST_WORD_S)  # others then know that this worker is not lost
-            self._emit("done", round=self.round, rounds=self._job.job.rounds, revision=self._replica.revision)
+            if not self.is_pausing:
+                done = {"rounds": self._job.job.rounds, "revision": self._replica.revision}
+                self._emit("done", round=self.round, **done)
 
     def stop(self) -> None:
         """Make ``run`` return after the current round."""
@@ -239,8 +250,17 @@ class Worker:
 
     def fail(self, error: SwarmnetError) -> None:
         """Make ``run`` save a checkpoint at once and raise ``error``."""
-        if not self._failure.done():
-            self._failure.set_result(error)
+        if not self._interrupted.done():
+            self._interrupted.set_result(error)
+
+    def pause(self) -> None:
+        """Make ``run`` leave the group, save a checkpoint and return, within an inner step.
+
+        The steps of the present round are lost. An exchange has ``PAUSE_GRACE_S`` to end.
+        """
+        if not self._interrupted.done():
+            self.is_pausing = True
+            self._interrupted.set_result(None)
 
     # ---- rounds ---------------------------------------------------------------------------------
 
@@ -259,6 +279,14 @@ class Worker:
             await self._merge_replicas()
         await self._save()
         await self._written()
+
+    async def _leave_group(self) -> None:
+        """Leave before the end of a round. No other worker waits for this one."""
+        await self._matchmaking.leave()
+        if self._pending is not None:
+            await asyncio.wait([self._pending.task], timeout=PAUSE_GRACE_S)
+            if self._pending.task.done():
+                await self._finish_exchange()
 
     def _is_done(self) -> bool:
         return self.stopping or self.round >= self._job.job.rounds
@@ -446,7 +474,7 @@ class Worker:
         if pending is None:
             return
         start_s = self._now()
-        outcome = await pending.task
+        outcome = await asyncio.shield(pending.task)  # a pause lets it end
         self._network_s += self._now() - start_s
         wait_s = pending.matchmaking_s + self._now() - start_s
         slowest = outcome.waited
@@ -485,7 +513,7 @@ class Worker:
             else {"peer_id": waited.peer, "why": waited.why, "seconds": round(waited.seconds, 3)},
             params_hash=params_hash,
         )
-        if (pending.round + 1) % self._job.eval.every_rounds == 0:
+        if (pending.round + 1) % self._job.eval.every_rounds == 0 and not self.is_pausing:
             loss, tokens = await self._compute(self._replica.evaluate)
             self._emit("eval", round=pending.round, val_loss=round(loss, 6), tokens=tokens)
             await self._save()

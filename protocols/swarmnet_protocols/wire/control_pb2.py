@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from swarmnet_protocols.wire import report_pb2 as swarmnet__protocols_dot_wire_dot_report__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%swarmnet_protocols/wire/control.proto\x12\x13swarmnet.control.v1\x1a$swarmnet_protocols/wire/report.proto\"\x07\n\x05\x45mpty\"\x9b\x06\n\nNodeStatus\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12,\n\x04host\x18\x04 \x01(\x0b\x32\x1e.swarmnet.report.v1.HostReport\x12\x11\n\taddresses\x18\x05 \x03(\t\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\x12\x14\n\x0cweight_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\r\n\x05swarm\x18\t \x01(\t\x12\x0e\n\x06reason\x18\n \x01(\t\x12+\n\x06limits\x18\x0b \x01(\x0b\x32\x1b.swarmnet.control.v1.Limits\x12)\n\x05usage\x18\x0c \x01(\x0b\x32\x1a.swarmnet.control.v1.Usage\x12\x11\n\tram_bytes\x18\r \x01(\x04\x12\x0f\n\x07warning\x18\x0e \x01(\t\x12(\n\x05reach\x18\x0f \x01(\x0b\x32\x19.swarmnet.report.v1.Reach\x12\x15\n\rblocks_reason\x18\x10 \x01(\t\x12\x16\n\x0erefused_stores\x18\x11 \x01(\x04\x12\x12\n\nmoved_from\x18\x12 \x03(\r\x12\x16\n\x0e\x65xperts_needed\x18\x13 \x01(\x04\x12\x17\n\x0f\x65xpert_hit_rate\x18\x14 \x01(\x01\x12\x1e\n\x16\x65xpert_prediction_rate\x18\x15 \x01(\x01\x12\x14\n\x0c\x66ormer_model\x18\x16 \x01(\t\x12\x14\n\x0cmodel_reason\x18\x17 \x01(\t\x12\x14\n\x0cswitching_to\x18\x18 \x01(\t\x12(\n\x05given\x18\x19 \x01(\x0b\x32\x19.swarmnet.report.v1.Given\x12\x14\n\x0cpaused_until\x18\x1a \x01(\x01\x12\x13\n\x0bpublic_name\x18\x1b \x01(\t\x12\x0f\n\x07\x63ommand\x18\x1c \x01(\t\x12\x13\n\x0bknown_peers\x18\x1d \x01(\r\x12\x30\n\x06worker\x18\x1e \x01(\x0b\x32 .swarmnet.report.v1.WorkerReport\x12\x0b\n\x03url\x18\x1f \x01(\t\x12\x0f\n\x07kernels\x18  \x01(\t\"\x1c\n\x06Limits\x12\x0c\n\x04json\x18\x0c \x01(\tJ\x04\x08\x01\x10\x0c\"<\n\x05Usage\x12\r\n\x05month\x18\x01 \x01(\t\x12\x10\n\x08up_bytes\x18\x02 \x01(\x04\x12\x12\n\ndown_bytes\x18\x03 \x01(\x04\"\x1d\n\x0cPauseRequest\x12\r\n\x05\x66or_s\x18\x01 \x01(\x01\" \n\rFinishRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\x32\xb1\x03\n\x07\x43ontrol\x12\x45\n\x06Status\x12\x1a.swarmnet.control.v1.Empty\x1a\x1f.swarmnet.control.v1.NodeStatus\x12H\n\x06\x46inish\x12\".swarmnet.control.v1.FinishRequest\x1a\x1a.swarmnet.control.v1.Empty\x12\x46\n\x05Pause\x12!.swarmnet.control.v1.PauseRequest\x1a\x1a.swarmnet.control.v1.Empty\x12@\n\x06Resume\x12\x1a.swarmnet.control.v1.Empty\x1a\x1a.swarmnet.control.v1.Empty\x12\x44\n\tGetLimits\x12\x1a.swarmnet.control.v1.Empty\x1a\x1b.swarmnet.control.v1.Limits\x12\x45\n\tSetLimits\x12\x1b.swarmnet.control.v1.Limits\x1a\x1b.swarmnet.control.v1.Limitsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%swarmnet_protocols/wire/control.proto\x12\x13swarmnet.control.v1\x1a$swarmnet_protocols/wire/report.proto\"\x07\n\x05\x45mpty\"\xaf\x06\n\nNodeStatus\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12,\n\x04host\x18\x04 \x01(\x0b\x32\x1e.swarmnet.report.v1.HostReport\x12\x11\n\taddresses\x18\x05 \x03(\t\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\x12\x14\n\x0cweight_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\r\n\x05swarm\x18\t \x01(\t\x12\x0e\n\x06reason\x18\n \x01(\t\x12+\n\x06limits\x18\x0b \x01(\x0b\x32\x1b.swarmnet.control.v1.Limits\x12)\n\x05usage\x18\x0c \x01(\x0b\x32\x1a.swarmnet.control.v1.Usage\x12\x11\n\tram_bytes\x18\r \x01(\x04\x12\x0f\n\x07warning\x18\x0e \x01(\t\x12(\n\x05reach\x18\x0f \x01(\x0b\x32\x19.swarmnet.report.v1.Reach\x12\x15\n\rblocks_reason\x18\x10 \x01(\t\x12\x16\n\x0erefused_stores\x18\x11 \x01(\x04\x12\x12\n\nmoved_from\x18\x12 \x03(\r\x12\x16\n\x0e\x65xperts_needed\x18\x13 \x01(\x04\x12\x17\n\x0f\x65xpert_hit_rate\x18\x14 \x01(\x01\x12\x1e\n\x16\x65xpert_prediction_rate\x18\x15 \x01(\x01\x12\x14\n\x0c\x66ormer_model\x18\x16 \x01(\t\x12\x14\n\x0cmodel_reason\x18\x17 \x01(\t\x12\x14\n\x0cswitching_to\x18\x18 \x01(\t\x12(\n\x05given\x18\x19 \x01(\x0b\x32\x19.swarmnet.report.v1.Given\x12\x14\n\x0cpaused_until\x18\x1a \x01(\x01\x12\x13\n\x0bpublic_name\x18\x1b \x01(\t\x12\x0f\n\x07\x63ommand\x18\x1c \x01(\t\x12\x13\n\x0bknown_peers\x18\x1d \x01(\r\x12\x30\n\x06worker\x18\x1e \x01(\x0b\x32 .swarmnet.report.v1.WorkerReport\x12\x0b\n\x03url\x18\x1f \x01(\t\x12\x0f\n\x07kernels\x18  \x01(\t\x12\x12\n\nvolunteers\x18! \x01(\t\"\x1c\n\x06Limits\x12\x0c\n\x04json\x18\x0c \x01(\tJ\x04\x08\x01\x10\x0c\"<\n\x05Usage\x12\r\n\x05month\x18\x01 \x01(\t\x12\x10\n\x08up_bytes\x18\x02 \x01(\x04\x12\x12\n\ndown_bytes\x18\x03 \x01(\x04\"\x1d\n\x0cPauseRequest\x12\r\n\x05\x66or_s\x18\x01 \x01(\x01\" \n\rFinishRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\x32\xb1\x03\n\x07\x43ontrol\x12\x45\n\x06Status\x12\x1a.swarmnet.control.v1.Empty\x1a\x1f.swarmnet.control.v1.NodeStatus\x12H\n\x06\x46inish\x12\".swarmnet.control.v1.FinishRequest\x1a\x1a.swarmnet.control.v1.Empty\x12\x46\n\x05Pause\x12!.swarmnet.control.v1.PauseRequest\x1a\x1a.swarmnet.control.v1.Empty\x12@\n\x06Resume\x12\x1a.swarmnet.control.v1.Empty\x1a\x1a.swarmnet.control.v1.Empty\x12\x44\n\tGetLimits\x12\x1a.swarmnet.control.v1.Empty\x1a\x1b.swarmnet.control.v1.Limits\x12\x45\n\tSetLimits\x12\x1b.swarmnet.control.v1.Limits\x1a\x1b.swarmnet.control.v1.Limitsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EMPTY']._serialized_start=100
   _globals['_EMPTY']._serialized_end=107
   _globals['_NODESTATUS']._serialized_start=110
-  _globals['_NODESTATUS']._serialized_end=905
-  _globals['_LIMITS']._serialized_start=907
-  _globals['_LIMITS']._serialized_end=935
-  _globals['_USAGE']._serialized_start=937
-  _globals['_USAGE']._serialized_end=997
-  _globals['_PAUSEREQUEST']._serialized_start=999
-  _globals['_PAUSEREQUEST']._serialized_end=1028
-  _globals['_FINISHREQUEST']._serialized_start=1030
-  _globals['_FINISHREQUEST']._serialized_end=1062
-  _globals['_CONTROL']._serialized_start=1065
-  _globals['_CONTROL']._serialized_end=1498
+  _globals['_NODESTATUS']._serialized_end=925
+  _globals['_LIMITS']._serialized_start=927
+  _globals['_LIMITS']._serialized_end=955
+  _globals['_USAGE']._serialized_start=957
+  _globals['_USAGE']._serialized_end=1017
+  _globals['_PAUSEREQUEST']._serialized_start=1019
+  _globals['_PAUSEREQUEST']._serialized_end=1048
+  _globals['_FINISHREQUEST']._serialized_start=1050
+  _globals['_FINISHREQUEST']._serialized_end=1082
+  _globals['_CONTROL']._serialized_start=1085
+  _globals['_CONTROL']._serialized_end=1518
 # @@protoc_insertion_point(module_scope)

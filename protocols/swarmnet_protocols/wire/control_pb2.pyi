@@ -12,7 +12,7 @@ class Empty(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("peer_id", "state", "model", "host", "addresses", "uptime_s", "weight_bytes", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning", "reach", "blocks_reason", "refused_stores", "moved_from", "experts_needed", "expert_hit_rate", "expert_prediction_rate", "former_model", "model_reason", "switching_to", "given", "paused_until", "public_name", "command", "known_peers", "worker", "url", "kernels")
+    __slots__ = ("peer_id", "state", "model", "host", "addresses", "uptime_s", "weight_bytes", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning", "reach", "blocks_reason", "refused_stores", "moved_from", "experts_needed", "expert_hit_rate", "expert_prediction_rate", "former_model", "model_reason", "switching_to", "given", "paused_until", "public_name", "command", "known_peers", "worker", "url", "kernels", "volunteers")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class NodeStatus(_message.Message):
     WORKER_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
+    VOLUNTEERS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     state: str
     model: str
@@ -77,7 +78,8 @@ class NodeStatus(_message.Message):
     worker: _report_pb2.WorkerReport
     url: str
     kernels: str
-    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., host: _Optional[_Union[_report_pb2.HostReport, _Mapping]] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[_report_pb2.Reach, _Mapping]] = ..., blocks_reason: _Optional[str] = ..., refused_stores: _Optional[int] = ..., moved_from: _Optional[_Iterable[int]] = ..., experts_needed: _Optional[int] = ..., expert_hit_rate: _Optional[float] = ..., expert_prediction_rate: _Optional[float] = ..., former_model: _Optional[str] = ..., model_reason: _Optional[str] = ..., switching_to: _Optional[str] = ..., given: _Optional[_Union[_report_pb2.Given, _Mapping]] = ..., paused_until: _Optional[float] = ..., public_name: _Optional[str] = ..., command: _Optional[str] = ..., known_peers: _Optional[int] = ..., worker: _Optional[_Union[_report_pb2.WorkerReport, _Mapping]] = ..., url: _Optional[str] = ..., kernels: _Optional[str] = ...) -> None: ...
+    volunteers: str
+    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., host: _Optional[_Union[_report_pb2.HostReport, _Mapping]] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[_report_pb2.Reach, _Mapping]] = ..., blocks_reason: _Optional[str] = ..., refused_stores: _Optional[int] = ..., moved_from: _Optional[_Iterable[int]] = ..., experts_needed: _Optional[int] = ..., expert_hit_rate: _Optional[float] = ..., expert_prediction_rate: _Optional[float] = ..., former_model: _Optional[str] = ..., model_reason: _Optional[str] = ..., switching_to: _Optional[str] = ..., given: _Optional[_Union[_report_pb2.Given, _Mapping]] = ..., paused_until: _Optional[float] = ..., public_name: _Optional[str] = ..., command: _Optional[str] = ..., known_peers: _Optional[int] = ..., worker: _Optional[_Union[_report_pb2.WorkerReport, _Mapping]] = ..., url: _Optional[str] = ..., kernels: _Optional[str] = ..., volunteers: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("json",)

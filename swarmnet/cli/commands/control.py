@@ -49,8 +49,8 @@ def limits(
     data_dir: DataDirOption,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show or change what the node on this machine may use. Changes hold at once and after a
-    restart."""
+    """Show or change what the node or worker on this machine may use. Changes hold at once and
+    after a restart."""
     from swarmnet_node.owner import control
 
     removed = lifted(clear)
@@ -61,7 +61,7 @@ def limits(
     if as_json:
         print_json(asdict(now))
     else:
-        print_table("what the node may use", rows(now))
+        print_table("what it may use", rows(now))
 
 
 def pause(
@@ -79,8 +79,8 @@ def pause(
     data_dir: DataDirOption,
     as_json: JsonFlag = False,
 ) -> None:
-    """Pause the node on this machine. Its memory is free within 5 seconds. The pause outlasts a
-    restart of the node."""
+    """Pause the node or training worker on this machine. A node's memory is free within 5 seconds,
+    a worker's after its checkpoint. The pause outlasts a restart."""
     from swarmnet_node.owner import control
 
     control.pause(data_dir, for_s or 0.0)
@@ -88,18 +88,18 @@ def pause(
         print_json({"pausing": True, "for_s": for_s})
     else:
         back = f"comes back in {show_duration(for_s)}, or with" if for_s else "comes back with"
-        print_text(f"the node asks its sessions to move and frees its memory; it {back} `swarmnet resume`")
+        print_text(f"it leaves its sessions or its group and frees its memory; it {back} `swarmnet resume`")
 
 
 def resume(*, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:
-    """Let the node on this machine serve again after `swarmnet pause`."""
+    """Let the node or worker on this machine go on after `swarmnet pause`."""
     from swarmnet_node.owner import control
 
     control.resume(data_dir)
     if as_json:
         print_json({"resuming": True})
     else:
-        print_text("the node serves again as soon as its limits let it; see `swarmnet status`")
+        print_text("it goes on as soon as its limits let it; see `swarmnet status`")
 
 
 def finish(
@@ -223,6 +223,8 @@ def _rows(host: "HostReport") -> int:
 
 def headline(running: "NodeStatus") -> str:
     """Return one sentence that names the running command and says what it does."""
+    if running.HasField("worker") and running.state == "paused":
+        return f"this worker of {running.worker.name} is paused: {describe_pause(running)}"
     if running.HasField("worker"):
         return f"this worker trains {running.worker.name}, {_progress(running.worker)}"
     if running.command == "dashboard":

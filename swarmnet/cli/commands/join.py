@@ -17,7 +17,7 @@ from swarmnet.cli.commands.serve import node_endpoint
 from swarmnet.cli.consent import ask_once
 from swarmnet.cli.estimate import estimate
 from swarmnet.cli.foreground import Foreground
-from swarmnet.cli.limit_options import PANEL, LimitOptions, rows
+from swarmnet.cli.limit_options import LimitOptions, PriorityOption, rows
 from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import (
     ENDPOINT,
@@ -61,12 +61,6 @@ def _read_blocks(text: str) -> tuple[int, int]:
     if match is None or int(match[1]) >= int(match[2]):
         raise ValueError("give two numbers A:B with A < B, such as 0:10")
     return int(match[1]), int(match[2])
-
-
-def _check_priority(priority: str) -> str:
-    if priority not in {"low", "normal"}:
-        raise typer.BadParameter("use low or normal")
-    return priority
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,16 +167,7 @@ class NodeOptions:
         ),
     ] = 20
     limits: LimitOptions
-    priority: Annotated[
-        str,
-        typer.Option(
-            "--priority",
-            metavar="low|normal",
-            help="low: every other program on this machine goes first.",
-            rich_help_panel=PANEL,
-            callback=_check_priority,
-        ),
-    ] = "low"
+    priority: PriorityOption = "low"
     issuer: IssuerOption = None
     public_name: PublicNameOption = ""
 

@@ -18,7 +18,6 @@ def facts_of(
     id: str,
     name: str,
     device: str,
-    threads: int | None,
     disk: Path,
 ) -> dict[str, str]:
     """Return what a job reads, sends and uses on this machine. Paths in it were given by this
@@ -39,7 +38,7 @@ def facts_of(
         "begins with": begins,
         "sends": f"changes of {sent}, to the other workers; {told}"
         + (f"; to everybody the name {name}" if name else ""),
-        "computes on": f"{device}, {'every core' if threads is None else counted(threads, 'core')}",
+        "computes on": device,
         "keeps": f"checkpoints in {disk}",
     }
 
@@ -172,6 +171,8 @@ def sentence(event: Fields) -> str:
             return str(event["warning"]) or "the other process under this identity is gone"
         case "notice":
             return str(event["text"])
+        case "paused":
+            return f"paused: {event['reason']}"
         case "leaving":
             return "leaving after this round; press Ctrl-C again to leave at once"
         case "done" if event["round"] < event["rounds"]:

@@ -15,8 +15,9 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.hosted_blocks import Hosting, Placed
 from swarmnet_node.loading.memory_limit import GOVERN_S
+from swarmnet_node.owner.guard import OBSERVE_S
 from swarmnet_node.owner.limits import MonthlyUsage, OwnerLimits
-from swarmnet_node.supervisor import OBSERVE_S, PAUSE_GRACE_S, Supervisor
+from swarmnet_node.supervisor import PAUSE_GRACE_S, Supervisor
 from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.machine.aio import cancel

@@ -204,6 +204,51 @@ def test_a_newcomer_during_an_exchange_downloads_one_state_only(tmp_path: Path) 
     assert lab.peer("dora") in lab.rounds("anna")[3]["contributors"]
 
 
+@pytest.mark.parametrize("during", ["steps", "exchange"])
+def test_a_worker_that_pauses_keeps_nobody_waiting(during: str, tmp_path: Path) -> None:
+    """In the middle of an exchange it ends the round with the others. Later it goes on from
+    there."""
+    job = write_job(tmp_path, "diloco", "sync_every = 2", MIN % 2, rounds=12)
+    lab = WorkerLab(tmp_path, job, step_s=dict.fromkeys(NAMES, 2.0))
+    paused: list[int] = []
+
+    def pause(round: int) -> None:
+        if not paused:
+            lab.workers["boris"].pause()
+            paused.append(round)
+
+    def on_delivery(delivery: Delivery) -> None:
+        is_own = delivery.source == lab.peer("boris") and delivery.protocol == EXCHANGE
+        if is_own and 1 in lab.rounds("anna") and len(delivery.message.payload) > 1000:
+            pause(2)
+
+    def on_event(name: str, event: dict[str, Any]) -> None:
+        if name == "anna" and event["event"] == "round" and event["round"] == 1 and during == "steps":
+            asyncio.get_running_loop().call_later(1.0, pause, 1)
+        if name == "anna" and event["event"] == "round" and event["round"] == 5:
+            lab.start("boris")
+
+    if during == "exchange":
+        lab.network.observers.append(on_delivery)
+    lab.observer = on_event
+    run(train(lab, *NAMES[:3]))
+
+    lab.check_equal()
+    (last,) = paused
+    boris, rounds = lab.peer("boris"), lab.rounds("anna")
+    assert list(rounds) == list(range(12))
+    assert [boris in rounds[number]["contributors"] for number in (last, last + 1, 5, 11)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert all(event["wait_s"] < 3.0 for event in rounds.values())
+    assert [event["event"] for event in lab.events["boris"]].count("done") == 1
+    resumed = [event["round"] for event in lab.events["boris"] if event["event"] == "ready"]
+    assert resumed == [0, last + 1]
+
+
 @pytest.mark.parametrize("place", range(3), ids=["first", "second", "last"])
 def test_a_state_is_served_until_a_newcomer_has_downloaded_it(place: int, tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", MIN % 2, rounds=6))

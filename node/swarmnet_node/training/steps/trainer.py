@@ -66,11 +66,12 @@ class Trainer(TrainedModel):
         memory: MemoryOptions = AUTOMATIC,
         progress: Progress = lambda *_: None,
         peers: "SwarmPeers | None" = None,
-        tell: Callable[[MemoryNeeds], None] = lambda needs: None,
+        tell: Callable[[MemoryNeeds], int | None] = lambda needs: None,
     ) -> Self:
         """Return a trainer with the job's initial parameters.
 
-        ``peers`` provide missing weights. ``tell`` gets the memory needs before a weight is loaded.
+        ``peers`` provide missing weights. ``tell`` gets the memory needs before a weight is loaded,
+        and returns the most bytes of model files on the disk, or None for no limit.
         Raises ``JobError`` for data or a model that this machine cannot train, and ``ConfigError``
         for options about memory that do not fit the job.
         """
@@ -85,7 +86,9 @@ class Trainer(TrainedModel):
             cache_dir=cache_dir,
             memory=memory,
         )
-        tell(needs)
+        disk_bytes = tell(needs)
+        if local is not None:
+            local.parts.max_disk_bytes = disk_bytes
         seed = job.job.seed
         dtype = method.dtype if isinstance(method, ZeroOrder) else torch.float32
         model = build_model(job.model, seed, cache_dir, progress, device=device, local=local, dtype=dtype)

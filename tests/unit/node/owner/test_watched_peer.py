@@ -98,7 +98,7 @@ def test_a_command_without_blocks_refuses_pauses_and_limits(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ask([command], tmp_path) == (3, False)
-    assert "hosts nothing" in capsys.readouterr().err
+    assert "neither hosts nor trains" in capsys.readouterr().err
 
 
 def test_a_dashboard_is_found_in_the_data_directory_of_its_node(

@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from swarmnet.cli import execute
-from swarmnet.cli.training import train
+from swarmnet.cli.training import join
 from swarmnet.cli.training.train_words import sentence
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.training import start as start_module
@@ -38,7 +39,7 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import Network
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net.identity import Identity
@@ -88,20 +89,19 @@ class Stepping:
         self.board = MemoryBoard(self.network, wall_clock)
         self.steps: list[int] = []
         self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._config = WorkerConfig(
+        self.config = WorkerConfig(
             self.job.id,
             Network(Rules(SWARM, Admission.OPEN), P2pdConfig(folder / "identity.key", listen=())),
             folder,
             folder / "cache",
             "cpu",
-            threads=1,
             files=LocalFiles.named_in(job),
-            limits=OwnerLimits(**limits),
+            limits=OwnerLimits(**{"cores": 1} | limits),
         )
         monkeypatch.setattr(start_module, "connect", self._connected)
 
     @asynccontextmanager
-    async def run(self) -> AsyncIterator["asyncio.Task[None]"]:
+    async def run(self) -> AsyncIterator["asyncio.Task[bool]"]:
         loop, stepping = asyncio.get_running_loop(), asyncio.Event()
 
         def progress(description: str, done: int, total: int | None) -> None:
@@ -109,9 +109,9 @@ class Stepping:
                 self.steps.append(done)
                 loop.call_soon_threadsafe(stepping.set)
 
-        async with start(self._config, self.events.put_nowait, progress) as (worker, self.peer):
-            running = asyncio.create_task(worker.run())
-            await stepping.wait()
+        async with start(self.config, self.events.put_nowait, progress) as self.training:
+            running = asyncio.create_task(self.training.run())
+            await race(stepping.wait(), asyncio.wait([running]))
             yield running
             await cancel(running)
 
@@ -156,10 +156,11 @@ def test_train_join_keeps_its_limits_as_join_does(tmp_path: Path, monkeypatch: p
     """Limits are given once, kept in the data directory, and replaced one by one."""
     started: list[WorkerConfig] = []
 
-    async def work(config: WorkerConfig, *_: object, **__: object) -> None:
+    async def work(config: WorkerConfig, *_: object) -> bool:
         started.append(config)
+        return False
 
-    monkeypatch.setattr(train, "_work", work)
+    monkeypatch.setattr(join, "_work", work)
     job = parse_job(write_job(tmp_path, "diloco", "sync_every = 10").encode()).job
     data_dir = tmp_path / "data"
     job_id = kept(data_dir, job).id
@@ -174,6 +175,65 @@ def test_train_join_keeps_its_limits_as_join_does(tmp_path: Path, monkeypatch: p
         (2.5e6, 125_000.0),
         (2.5e6, 1e6),
     ]
+
+
+def test_a_worker_pauses_at_once_and_loads_nothing_until_it_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Stepping(tmp_path, monkeypatch)
+
+    async def scenario() -> None:
+        async with worker.run() as running, asyncio.timeout(TIMEOUT_S):
+            worker.training.peer.pause(3600.0)
+            assert await running, "it ended for a pause"
+            assert worker.training.peer.status().state == "paused"
+        worker.steps.clear()
+        resting = asyncio.create_task(resume_when_paused())
+        async with worker.run():
+            assert worker.training.peer.status().state == "online"
+        paused = await resting
+        assert paused["reason"] == "its owner paused it"
+        assert paused["until"] > wall_clock()
+
+    async def resume_when_paused() -> dict[str, Any]:
+        while (event := await worker.events.get())["event"] != "paused":
+            pass
+        assert worker.steps == []
+        worker.training.peer.resume()
+        return event
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_stops_before_the_round_that_the_month_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The month has bytes left, but not as many as a round of the job."""
+    worker = Stepping(tmp_path, monkeypatch, monthly_bytes=1000)
+
+    async def scenario() -> None:
+        async with worker.run() as running, asyncio.timeout(TIMEOUT_S):
+            assert await running
+            assert "a round would exceed the bytes for" in worker.training.peer.status().reason
+        assert worker.steps == []
+
+    asyncio.run(scenario())
+
+
+def test_a_job_whose_checkpoints_exceed_the_disk_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Stepping(tmp_path, monkeypatch)
+    worker.config = replace(worker.config, max_disk_bytes=50_000)
+
+    async def scenario() -> None:
+        async with worker.run() as running, asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(OutOfResources, match="checkpoints of this job take") as caught:
+                await running
+        assert "--max-disk" in caught.value.hint
+        assert worker.steps == []
+
+    asyncio.run(scenario())
 
 
 def test_leaving_the_context_ends_inner_steps_at_once(

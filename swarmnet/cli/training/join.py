@@ -1,0 +1,308 @@
+"""``swarmnet train join``: a worker that trains a job until it is done or stopped."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from swarmnet.addresses import usual_listen, write_addresses
+from swarmnet.cli.consent import TRAINING, ask_once
+from swarmnet.cli.foreground import controlled, monitoring, note_if_alone
+from swarmnet.cli.interrupts import Interrupts, run_until_stopped
+from swarmnet.cli.limit_options import LimitOptions, PriorityOption, rows
+from swarmnet.cli.options import (
+    AnnounceOption,
+    BootstrapOption,
+    CacheDirOption,
+    DataDirOption,
+    IssuerOption,
+    JsonFlag,
+    ListenOption,
+    MaxDiskOption,
+    MetricsOption,
+    PublicNameOption,
+    SwarmOption,
+    device_option,
+    one_of,
+)
+from swarmnet.cli.output import progress
+from swarmnet.cli.training.displays import display
+from swarmnet.cli.training.job_names import SHOWN_DIGITS, JobArgument, find_here, job_in_swarm
+from swarmnet.cli.training.record import TrainingRecord
+from swarmnet.cli.training.trackers import TensorboardOption, WandbOption, trackers
+from swarmnet.cli.training.train_words import code_facts, facts_of, tell
+from swarmnet.paths import locked_data_dir
+from swarmnet.restart import may_restart, restart
+from swarmnet.swarm_file.entry import Entry, enter
+from swarmnet.systemd import notify_ready, notify_stopping
+from swarmnet_node.owner.machine import load_limits, save_limits, yield_to_others
+from swarmnet_node.training.job_store import (
+    LocalFiles,
+    fetch_job,
+    has_job,
+    job_folder,
+    load_local_files,
+    load_stored_job,
+    store_local_files,
+)
+from swarmnet_node.training.steps.memory_options import OPTIMIZER_STATES, PRECISIONS, MemoryOptions
+from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.joining.network import Network, client_listen, connect
+from swarmnet_protocols.machine.clock import wall_clock
+
+if TYPE_CHECKING:
+    from swarmnet.cli.training.displays import Display
+    from swarmnet.cli.training.trackers import Log
+    from swarmnet_node.training.start import Training, WorkerConfig
+    from swarmnet_node.training.steps.memory_options import OptimizerStates, Precision
+
+MethodFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--method-file",
+        metavar="FILE.py",
+        help="The Python file of a method from outside swarmnet. It runs here, with your rights: read it first. Remembered.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """The options of a worker on this machine, whatever it trains."""
+
+    bootstrap: BootstrapOption = field(default_factory=list)
+    listen: ListenOption = field(default_factory=list)
+    announce: AnnounceOption = field(default_factory=list)
+    data_dir: DataDirOption
+    cache_dir: CacheDirOption
+    max_disk_bytes: MaxDiskOption
+    device: Annotated[str, device_option("Device to compute on.")] = "auto"
+    limits: LimitOptions
+    priority: PriorityOption = "low"
+    public_name: PublicNameOption = ""
+    issuer: IssuerOption = None
+    metrics: MetricsOption = None
+    as_json: JsonFlag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFlags:
+    """How a worker saves memory."""
+
+    precision: Annotated[
+        str,
+        typer.Option(
+            "--precision",
+            metavar="|".join(PRECISIONS),
+            help="Format of the computation. bfloat16 halves its memory; the trained weights stay in float32. auto: bfloat16 on CUDA.",
+            callback=one_of("--precision", *PRECISIONS),
+        ),
+    ] = "auto"
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            "--recompute",
+            help="Compute activations twice instead of keeping them: less memory, a third more time.",
+        ),
+    ] = False
+    optimizer_states: Annotated[
+        str,
+        typer.Option(
+            "--optimizer-states",
+            metavar="|".join(OPTIMIZER_STATES),
+            help="How AdamW's two numbers for each weight are kept: 8bit in a quarter of the memory (pip install bitsandbytes), cpu outside the GPU.",
+            callback=one_of("--optimizer-states", *OPTIMIZER_STATES),
+        ),
+    ] = "float32"
+
+    @property
+    def options(self) -> MemoryOptions:
+        states = cast("OptimizerStates", self.optimizer_states)
+        return MemoryOptions(cast("Precision", self.precision), self.recompute, states)
+
+
+def join(  # noqa: PLR0913 - a command line, not an interface
+    job: JobArgument,
+    *,
+    swarm: SwarmOption,
+    options: WorkerOptions,
+    memory: MemoryFlags,
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="Your own files, if the job trains each worker on its own; or your copy of its data, if the owner distributes it as files. Once for each such source. Remembered.",
+        ),
+    ] = [],  # noqa: B006 - typer copies it
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", metavar="PATH", help="Your copy of the model that the job starts from. Remembered."
+        ),
+    ] = None,
+    method_file: MethodFileOption = None,
+    stage: Annotated[
+        int | None,
+        typer.Option(
+            "--stage",
+            metavar="N",
+            min=0,
+            help="Train this stage, if the job cuts its model into stages.",
+            show_default="the stage of the last time, or the one that needs workers most",
+        ),
+    ] = None,
+    tensorboard: TensorboardOption = None,
+    wandb: WandbOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Train this job without asking first.")] = False,
+) -> None:
+    """Train a job until its rounds are done, `swarmnet finish` or Ctrl-C. A worker may leave and
+    return at any time and loses no committed round.
+
+    The first time, the command shows what the job reads, sends and uses on this machine, and asks
+    for consent. The limits are those of `swarmnet join`: `swarmnet limits`, `pause` and `resume`
+    work here, too.
+
+    \b
+    Examples:
+      swarmnet train join my-job --swarm lab
+      swarmnet train join my-job --swarm lab --idle-only --no-battery --max-ram 8GiB
+    """
+    options.limits.given()
+    entry = enter(swarm, options.data_dir, options.bootstrap)
+    found = _find_here(entry, options.data_dir, job)
+    with locked_data_dir(options.data_dir) as directory:
+        with progress(quiet=options.as_json) as report:
+            report("looking for the job", 0, None)
+            job = asyncio.run(_fetch(entry.network(client_listen(entry.addresses)), directory, job, found))
+        sealed, _ = load_stored_job(directory, job)
+        before = load_local_files(directory, job)
+        files = LocalFiles(tuple(data) or before.data, model or before.model, method_file or before.method)
+        local = files.applied_to(sealed.job, stage)
+        disk = job_folder(directory, job)
+        limits = options.limits.applied_to(load_limits(directory))
+        facts = facts_of(local, id=job, name=options.public_name, device=options.device, disk=disk)
+        facts |= code_facts(local, files.method) | rows(limits)
+        ask_once(disk, facts, TRAINING, asking=not yes, as_json=options.as_json)
+        store_local_files(directory, job, files)
+        run = f"{sealed.job.job.name}-{options.public_name or job[:SHOWN_DIGITS]}"
+        train(
+            lambda: replace(configured(entry, options, directory, job), memory=memory.options, stage=stage),
+            options,
+            lambda: trackers(run, sealed.job.model_dump(mode="json"), tensorboard, wandb),
+        )
+
+
+def train(
+    configure: "Callable[[], WorkerConfig]",
+    options: WorkerOptions,
+    track: "Callable[[], AbstractContextManager[Log]]" = lambda: nullcontext(lambda event: None),
+    beside: "Callable[[Training], Coroutine[Any, Any, object]] | None" = None,
+) -> None:
+    """Train a job until it is done or the owner stops the worker.
+
+    For a pause, the same command may replace this process. ``beside`` runs while it trains.
+    """
+    if options.priority == "low":
+        yield_to_others()
+    while True:
+        config = configure()
+        record = TrainingRecord(job_folder(config.data_dir, config.job), config.job, wall_clock)
+        config = replace(config, round_bytes=int(record.status.get("round_bytes", 0)))
+        with track() as log, display(as_json=options.as_json) as shown:
+            paused = run_until_stopped(_work(config, record, shown, log, options, beside))
+        if not paused:
+            return
+        if may_restart():
+            restart()
+
+
+def configured(entry: Entry, options: WorkerOptions, directory: Path, job: str) -> "WorkerConfig":
+    """Return the settings of a worker of ``job``, and store the limits that the owner gave."""
+    from swarmnet_node.training.start import WorkerConfig
+
+    stored = load_limits(directory)
+    limits = options.limits.applied_to(stored)
+    if limits != stored:
+        save_limits(directory, limits)
+    return WorkerConfig(
+        job=job,
+        network=entry.network(options.listen or usual_listen(directory), options.announce, options.issuer),
+        data_dir=directory,
+        cache_dir=options.cache_dir,
+        device=options.device,
+        max_disk_bytes=options.max_disk_bytes,
+        files=load_local_files(directory, job),
+        public_name=options.public_name,
+        swarm_name=entry.file.name,
+        limits=limits,
+    )
+
+
+def _find_here(entry: Entry, data_dir: Path, job: str) -> str | None:
+    """Return the id of the job that ``job`` names, or None if only the swarm may know it.
+
+    Raises ``Unreachable`` if this machine does not have the job, and no peer can be asked.
+    """
+    found = find_here(job, data_dir)
+    is_here = found is not None and has_job(data_dir, found)
+    if not is_here and not entry.addresses and not entry.file.mdns:
+        raise Unreachable(
+            f"this machine has no job {job!r}, and knows no peer of the swarm that may have it",
+            hint="give the address of a worker: --bootstrap ADDR",
+        )
+    return found
+
+
+async def _fetch(network: Network, data_dir: Path, job: str, found: str | None) -> str:
+    """Return the id of the job that ``job`` names. Fetch the job from the swarm unless the data
+    directory has it. ``found``: the id, or None until the swarm is asked."""
+    if found is not None and has_job(data_dir, found):
+        return found
+    async with connect(network, client_mode=True) as (_, directory):
+        found = found or await job_in_swarm(job, directory)
+        await fetch_job(data_dir, directory, found)
+    return found
+
+
+async def _work(
+    config: "WorkerConfig",
+    record: TrainingRecord,
+    shown: "Display",
+    log: "Log",
+    options: WorkerOptions,
+    beside: "Callable[[Training], Coroutine[Any, Any, object]] | None",
+) -> bool:
+    """Train. Return whether the worker ended for a pause."""
+    from swarmnet_node.training.start import start
+    from swarmnet_protocols.machine.aio import in_background
+
+    interrupts = Interrupts.catch()
+
+    def report(event: dict[str, Any]) -> None:
+        if event["event"] == "ready":
+            with suppress(OSError):  # training continues if the disk is full
+                write_addresses(config.data_dir, event["addresses"])
+            notify_ready(f"training {event['name']}")
+        elif event["event"] == "paused":
+            notify_ready(f"paused: {event['reason']}")
+        elif event["event"] == "leaving":
+            notify_stopping()
+        record.take(event)
+        log(event)
+        shown.show(event, tell(event, record.status))
+
+    async with (
+        monitoring(options.metrics, as_json=options.as_json) as monitor,
+        start(config, report, shown.progress) as training,
+        controlled(training.peer, config.data_dir, monitor),
+        in_background(*([beside(training)] if beside else [])),
+    ):
+        interrupts.first = lambda: training.peer.finish(0.0)
+        if not options.as_json:
+            note_if_alone(training.peer.status(), mdns=config.network.mdns)
+        return await training.run()
