@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from swarmnet_node.training.collecting import write_collected
 from swarmnet_node.training.data.corpus import END_OF_DOCUMENT
 from swarmnet_node.training.job_store import job_folder, load_local_files, load_stored_job
 from swarmnet_node.training.model import read_model, update_json
@@ -192,11 +194,19 @@ class CheckpointStore:
         return None
 
 
-def export_model(
-    data_dir: Path, job_id: str, target: Path, *, cache_dir: Path, overwrite: bool, progress: Progress
+def export_model(  # noqa: PLR0913 - all by name but the first
+    data_dir: Path,
+    job_id: str,
+    target: Path,
+    *,
+    cache_dir: Path,
+    overwrite: bool,
+    progress: Progress,
+    collect: Callable[[Path], object] | None = None,
 ) -> Job:
     """Write the newest model of a job and its tokenizer into ``target``, or its adapter for PEFT.
 
+    ``collect`` writes the stages of the job into a folder, as ``collecting.fetch_stages`` does.
     Returns the job with the local paths of its files. Raises ``ConfigError`` if there is no
     checkpoint, or if ``target`` exists, unless it is the folder of a model and ``overwrite`` is
     true. Raises ``OutOfResources`` if the disk is full.
@@ -208,11 +218,22 @@ def export_model(
             f"{target} is not the folder of a model: it is not replaced", hint="choose another --out"
         )
     sealed, _ = load_stored_job(data_dir, job_id)
-    job = load_local_files(data_dir, job_id).applied_to(sealed.job)
+    if sealed.job.stages is not None and collect is None:
+        raise ConfigError(
+            "each worker has one stage of this job's model",
+            hint="name the swarm, and the stages are collected from the workers: --swarm SWARM",
+        )
+    reads_no_data = None if collect is None else 1
+    job = load_local_files(data_dir, job_id).applied_to(sealed.job, reads_no_data)
     with _disk_errors(target, "choose another --out"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with creating(target, mode=0o755, overwrite=overwrite) as folder:
-            CheckpointStore(job_folder(data_dir, job_id)).copy_model(folder)
+            if collect is None:
+                CheckpointStore(job_folder(data_dir, job_id)).copy_model(folder)
+            else:
+                with TemporaryDirectory(dir=target.parent, prefix=UNFINISHED) as pieces:
+                    collect(Path(pieces))
+                    write_collected(job, Path(pieces), folder, cache_dir)
             if not job.model.is_lora:  # else the frozen model has the tokenizer
                 _write_tokenizer(job.data.tokenizer, folder, cache_dir, progress)
     return job

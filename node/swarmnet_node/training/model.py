@@ -405,10 +405,17 @@ def write_model(model: PreTrainedModel, parameters: torch.Tensor, folder: Path) 
     if is_stage(model):
         save_file(named, folder / STAGE_FILE)
         return
+    save_whole(model, named, folder)
+
+
+def save_whole(model: Any, named: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write a checkpoint in Hugging Face layout: the architecture of ``model``, which may be empty,
+    and the weights ``named``."""
+    dtype = next(iter(named.values())).dtype
     with _no_progress_bar():
         model.save_pretrained(folder, state_dict=named)
     # transformers names the format that the model computes in
-    update_json(folder / "config.json", {"dtype": str(parameters.dtype).removeprefix("torch.")})
+    update_json(folder / "config.json", {"dtype": str(dtype).removeprefix("torch.")})
 
 
 def update_json(path: Path, changes: dict[str, Any]) -> None:

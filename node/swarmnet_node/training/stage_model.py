@@ -43,6 +43,7 @@ class StageModel(nn.Module):
         super().__init__()
         self.span = span
         self.ends = ends
+        self._whole = [whole]  # in a list, because its parameters are not the stage's
         self.config = whole.config
         self.subspace: Subspace | None = None
         """The subspace of its boundaries; None if they carry the residual stream."""
@@ -53,6 +54,11 @@ class StageModel(nn.Module):
             self._scale = float(getattr(ends.base_model, EMBEDDING_SCALE, 1))
             if hasattr(ends.base_model, EMBEDDING_SCALE):
                 setattr(ends.base_model, EMBEDDING_SCALE, 1)
+
+    @property
+    def whole(self) -> Any:
+        """The whole model on the meta device."""
+        return self._whole[0]
 
     @property
     def parts(self) -> list[Any]:
@@ -139,44 +145,51 @@ def build_stage(
     ``model.with_cuts`` has checked that the model can be cut. ``local``: the checkpoint, if it is
     open. Raises ``JobError`` for a family that draws weights in a way of its own.
     """
-    section = job.model
+    section, seed = job.model, job.job.seed
     if section.is_checkpoint:
-        local = local or checkpoint_of(section, cache_dir, progress)
         progress(f"loading stage {stage} of {section.checkpoint}", 0, None)
-    config = model_config(section, cache_dir) if local is None else local.config
-    has_ends, (start, end) = stage == 0, (0, config.num_hidden_layers)
-    if job.stages is not None:
-        start, end = job.stages.spans(config.num_hidden_layers)[stage]
-    whole: Any = build_whole(config).empty()
-    stack: Any = None
-    ends: Any = None
-    if local is not None:
-        form: dict[str, Any] = {"dtype": torch.float32, "device": _CPU}
-        if has_ends:
-            ends = local.load_local_layers(lambda _: nn.ModuleList(), is_trained=True, **form)
-        if end > start:
-            stack = local.load_span(start, end, **form)
+        model = _loaded(job, stage, local or checkpoint_of(section, cache_dir, progress))
     else:
-        if has_ends:
-            ends = build_local_layers(config, lambda _: None).empty()
-        if end > start:
-            stack = build_span(config, start, end).empty()
-    model = StageModel(whole, start, stack, ends)
-    if local is None:
-        seed = job.job.seed
+        model = empty_stage(job, stage, cache_dir)
         for part in model.parts:
             materialize(part)
             part.tie_weights()
-        draw_weights(whole, model.modules_in_whole(), seed)
+        draw_weights(model.whole, model.modules_in_whole(), seed)
         if undrawn(model):
             raise JobError(
                 "model",
                 "config",
-                f"cannot be cut: {type(whole).__name__} sets some initial weights in a way of its own",
+                f"cannot be cut: {type(model.whole).__name__} sets some initial weights in a way of its own",
                 hint='start from a "checkpoint", or remove [stages]',
             )
         if job.stages is not None and job.stages.subspace is not None:
             named = model.modules_in_whole()
-            model.subspace = enter_subspace(whole, named, rank=job.stages.subspace, seed=seed)
+            model.subspace = enter_subspace(model.whole, named, rank=job.stages.subspace, seed=seed)
     model.train().requires_grad_(True)
     return model
+
+
+def empty_stage(job: Job, stage: int, cache_dir: Path) -> StageModel:
+    """Return a stage of the job's model on the meta device: shapes without values."""
+    config = model_config(job.model, cache_dir)
+    start, end = _span(job, stage, config)
+    stack = build_span(config, start, end).empty() if end > start else None
+    ends = build_local_layers(config, lambda _: None).empty() if stage == 0 else None
+    model = StageModel(build_whole(config).empty(), start, stack, ends)
+    model.requires_grad_(True)
+    return model
+
+
+def _loaded(job: Job, stage: int, local: LocalModel) -> StageModel:
+    start, end = _span(job, stage, local.config)
+    form: dict[str, Any] = {"dtype": torch.float32, "device": _CPU}
+    stack = local.load_span(start, end, **form) if end > start else None
+    ends = None
+    if stage == 0:
+        ends = local.load_local_layers(lambda _: nn.ModuleList(), is_trained=True, **form)
+    return StageModel(build_whole(local.config).empty(), start, stack, ends)
+
+
+def _span(job: Job, stage: int, config: Any) -> tuple[int, int]:
+    blocks = config.num_hidden_layers
+    return (0, blocks) if job.stages is None else job.stages.spans(blocks)[stage]

@@ -19,6 +19,7 @@ import typer
 
 from swarmnet.cli.training.record import newest_job
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.joining.network import Network, connect
 
 if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
@@ -150,3 +151,16 @@ def _is_id(job: str) -> bool:
 
 def is_path(job: str) -> bool:
     return job.endswith(".toml") or "/" in job or "\\" in job
+
+
+async def fetch_named(network: Network, data_dir: Path, job: str, found: str | None) -> str:
+    """Return the id of the job that ``job`` names. Fetch the job from the swarm unless the data
+    directory has it. ``found``: the id, or None until the swarm is asked."""
+    from swarmnet_node.training.job_store import fetch_job, has_job
+
+    if found is not None and has_job(data_dir, found):
+        return found
+    async with connect(network, client_mode=True) as (_, directory):
+        found = found or await job_in_swarm(job, directory)
+        await fetch_job(data_dir, directory, found)
+    return found

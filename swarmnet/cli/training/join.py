@@ -31,7 +31,7 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.output import progress
 from swarmnet.cli.training.displays import display
-from swarmnet.cli.training.job_names import SHOWN_DIGITS, JobArgument, find_here, job_in_swarm
+from swarmnet.cli.training.job_names import SHOWN_DIGITS, JobArgument, fetch_named, find_here
 from swarmnet.cli.training.record import TrainingRecord
 from swarmnet.cli.training.trackers import TensorboardOption, WandbOption, trackers
 from swarmnet.cli.training.train_words import code_facts, facts_of, tell
@@ -42,7 +42,6 @@ from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_node.owner.machine import load_limits, save_limits, yield_to_others
 from swarmnet_node.training.job_store import (
     LocalFiles,
-    fetch_job,
     has_job,
     job_folder,
     load_local_files,
@@ -51,7 +50,7 @@ from swarmnet_node.training.job_store import (
 )
 from swarmnet_node.training.steps.memory_options import OPTIMIZER_STATES, PRECISIONS, MemoryOptions
 from swarmnet_protocols.errors import Unreachable
-from swarmnet_protocols.joining.network import Network, client_listen, connect
+from swarmnet_protocols.joining.network import client_listen
 from swarmnet_protocols.machine.clock import wall_clock
 
 if TYPE_CHECKING:
@@ -178,7 +177,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     with locked_data_dir(options.data_dir) as directory:
         with progress(quiet=options.as_json) as report:
             report("looking for the job", 0, None)
-            job = asyncio.run(_fetch(entry.network(client_listen(entry.addresses)), directory, job, found))
+            job = asyncio.run(
+                fetch_named(entry.network(client_listen(entry.addresses)), directory, job, found)
+            )
         sealed, _ = load_stored_job(directory, job)
         before = load_local_files(directory, job)
         files = LocalFiles(tuple(data) or before.data, model or before.model, method_file or before.method)
@@ -255,17 +256,6 @@ def _find_here(entry: Entry, data_dir: Path, job: str) -> str | None:
             f"this machine has no job {job!r}, and knows no peer of the swarm that may have it",
             hint="give the address of a worker: --bootstrap ADDR",
         )
-    return found
-
-
-async def _fetch(network: Network, data_dir: Path, job: str, found: str | None) -> str:
-    """Return the id of the job that ``job`` names. Fetch the job from the swarm unless the data
-    directory has it. ``found``: the id, or None until the swarm is asked."""
-    if found is not None and has_job(data_dir, found):
-        return found
-    async with connect(network, client_mode=True) as (_, directory):
-        found = found or await job_in_swarm(job, directory)
-        await fetch_job(data_dir, directory, found)
     return found
 
 

@@ -1,37 +1,80 @@
 """``swarmnet train export`` and ``train plot``: the model and the curves of a job."""
 
+import asyncio
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from swarmnet.cli.options import CacheDirOption, DataDirOption, JsonFlag
+from swarmnet.cli.options import BootstrapOption, CacheDirOption, DataDirOption, JsonFlag
 from swarmnet.cli.output import note, print_json, print_text, progress
-from swarmnet.cli.training.job_names import JobArguments, OptionalJobArgument, job_here, jobs_here, short_ids
+from swarmnet.cli.training.job_names import (
+    JobArguments,
+    OptionalJobArgument,
+    fetch_named,
+    find_here,
+    job_here,
+    jobs_here,
+    short_ids,
+)
 from swarmnet.cli.training.record import newest_job, read_history
+from swarmnet.swarm_file.entry import client_network
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.lean_imports import import_transformers
+from swarmnet_protocols.models import Progress
 
 
-def export(
+def export(  # noqa: PLR0913 - a command line, not an interface
     job: OptionalJobArgument = None,
     *,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the model to this new directory.")],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False,
+    swarm: Annotated[
+        str | None,
+        typer.Option(
+            "--swarm",
+            metavar="SWARM",
+            help="Collect the stages of the model from the workers in this swarm, if the job has stages.",
+        ),
+    ] = None,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     data_dir: DataDirOption,
     cache_dir: CacheDirOption,
     as_json: JsonFlag = False,
 ) -> None:
     """Write the newest model of a job with its tokenizer, in Hugging Face layout, as transformers
-    loads it. Of a job that trains an adapter, write the adapter as PEFT loads it."""
+    loads it. Of a job that trains an adapter, write the adapter as PEFT loads it.
+
+    Each worker of a job with stages has one stage. With --swarm, the command collects them all,
+    also on a machine that trains nothing.
+    """
+    revisions: list[int] = []
     with progress(quiet=as_json) as report:
-        job = job_here(job, data_dir)
+        report("looking for the job", 0, None)
         import_transformers()
         from swarmnet_node.training.checkpoint import export_model
         from swarmnet_protocols.training.job_settings import BYTES
 
-        exported = export_model(data_dir, job, out, cache_dir=cache_dir, overwrite=force, progress=report)
+        collect: Callable[[Path], None] | None = None
+        if swarm is None:
+            job = job_here(job, data_dir)
+        else:
+            network = client_network(swarm, bootstrap, data_dir)
+            job = newest_job(data_dir) if job is None else job
+            job = asyncio.run(fetch_named(network, data_dir, job, find_here(job, data_dir)))
+            if _has_stages(data_dir, job):
+
+                def collect(folder: Path) -> None:
+                    revisions.extend(
+                        asyncio.run(_collect(network, data_dir, str(job), folder, cache_dir, report))
+                    )
+
+        exported = export_model(
+            data_dir, job, out, cache_dir=cache_dir, overwrite=force, progress=report, collect=collect
+        )
     tokenizer, base = exported.data.tokenizer, exported.model.checkpoint or ""
     if as_json:
         print_json({"job": job, "path": str(out), "tokenizer": tokenizer})
@@ -42,8 +85,32 @@ def export(
         note(f"ask the model with it: {shlex.join(words)} --swarm SWARM")
         return
     print_text(f"the model is in {out}")
+    if len(set(revisions)) > 1:
+        note(
+            f"its stages are of rounds {min(revisions)} to {max(revisions)}, because the job went on meanwhile"
+        )
     if tokenizer == BYTES:
         note("it reads bytes: token N is byte N, and 0 ends a document")
+
+
+def _has_stages(data_dir: Path, job: str) -> bool:
+    from swarmnet_node.training.job_store import load_stored_job
+
+    return load_stored_job(data_dir, job)[0].job.stages is not None
+
+
+async def _collect(
+    network: Network, data_dir: Path, job: str, folder: Path, cache_dir: Path, progress: Progress
+) -> list[int]:
+    from swarmnet_node.training.collecting import fetch_stages
+    from swarmnet_node.training.job_store import load_local_files, load_stored_job
+
+    sealed, _ = load_stored_job(data_dir, job)
+    local = load_local_files(data_dir, job).applied_to(sealed.job, 1)
+    async with connect(network, client_mode=True) as (transport, directory):
+        return await fetch_stages(
+            transport, directory, job, local, folder, cache_dir=cache_dir, progress=progress
+        )
 
 
 def plot(
