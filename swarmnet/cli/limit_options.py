@@ -11,7 +11,7 @@ import typer
 
 from swarmnet import units
 from swarmnet.cli.option_groups import From
-from swarmnet.cli.options import one_of
+from swarmnet.cli.options import choice
 from swarmnet_node.owner.limits import PRESETS, OwnerLimits, preset_limits
 
 PANEL = "Limits on this machine"
@@ -41,13 +41,7 @@ def read_preset(text: str) -> str:
 _SIZE, _RATE = From(str, units.parse_size_bytes), From(str, units.parse_rate_bytes_per_s)
 PriorityOption = Annotated[
     str,
-    typer.Option(
-        "--priority",
-        metavar="low|normal",
-        help="low: every other program on this machine goes first.",
-        rich_help_panel=PANEL,
-        callback=one_of("--priority", "low", "normal"),
-    ),
+    choice("--priority", ("low", "normal"), "low: every other program on this machine goes first.", PANEL),
 ]
 
 

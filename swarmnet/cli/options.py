@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,16 +44,17 @@ def _check_device(text: str) -> str:
     return text
 
 
-def one_of(option: str, *names: str) -> Callable[[str], str]:
-    """Return a check that the value of ``option`` is one of ``names``."""
+def choice(name: str, values: Sequence[str], about: str, panel: str | None = None) -> Any:
+    """Return the option ``name`` that takes one of ``values``. ``about``: its help text, shown in
+    ``panel``."""
 
     def check(text: str) -> str:
-        if text not in names:
-            known = f"{', '.join(names[:-1])} or {names[-1]}"
-            raise typer.BadParameter(f"{text!r} is unknown: use {known}", param_hint=f"'{option}'")
+        if text not in values:
+            known = f"{', '.join(values[:-1])} or {values[-1]}"
+            raise typer.BadParameter(f"{text!r} is unknown: use {known}", param_hint=f"'{name}'")
         return text
 
-    return check
+    return typer.Option(name, metavar="|".join(values), help=about, callback=check, rich_help_panel=panel)
 
 
 def _choose_transport(name: str) -> str:
@@ -254,29 +255,26 @@ DraftOption = Annotated[
 ]
 DtypeOption = Annotated[
     str,
-    typer.Option(
+    choice(
         "--dtype",
-        metavar="auto|float32|bfloat16",
-        help="Number format of the weights. auto: on a CPU as the gguf file stores them, or float32; bfloat16 on a GPU.",
-        callback=one_of("--dtype", "auto", "float32", "bfloat16"),
+        ("auto", "float32", "bfloat16"),
+        "Number format of the weights. auto: on a CPU as the gguf file stores them, or float32; bfloat16 on a GPU.",
     ),
 ]
 WireOption = Annotated[
     str,
-    typer.Option(
+    choice(
         "--wire",
-        metavar="auto|float32|bfloat16|int8",
-        help="Number format of activations between hosts. auto: as the hosts compute. int8, for slow links: a quarter of float32's bytes, but answers may change.",
-        callback=one_of("--wire", "auto", "float32", "bfloat16", "int8"),
+        ("auto", "float32", "bfloat16", "int8"),
+        "Number format of activations between hosts. auto: as the hosts compute. int8, for slow links: a quarter of float32's bytes, but answers may change.",
     ),
 ]
 HostDtypeOption = Annotated[
     str,
-    typer.Option(
+    choice(
         "--dtype",
-        metavar="auto|float32|bfloat16|int8|int4",
-        help="Number format of the weights. auto: as stored on a CPU, bfloat16 on a GPU. int8 and int4 quantise while loading, so that more blocks fit.",
-        callback=one_of("--dtype", "auto", "float32", "bfloat16", "int8", "int4"),
+        ("auto", "float32", "bfloat16", "int8", "int4"),
+        "Number format of the weights. auto: as stored on a CPU, bfloat16 on a GPU. int8 and int4 quantise while loading, so that more blocks fit.",
     ),
 ]
 

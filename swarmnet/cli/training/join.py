@@ -26,8 +26,8 @@ from swarmnet.cli.options import (
     MetricsOption,
     PublicNameOption,
     SwarmOption,
+    choice,
     device_option,
-    one_of,
 )
 from swarmnet.cli.output import progress
 from swarmnet.cli.training.displays import display
@@ -94,11 +94,10 @@ class MemoryFlags:
 
     precision: Annotated[
         str,
-        typer.Option(
+        choice(
             "--precision",
-            metavar="|".join(PRECISIONS),
-            help="Format of the computation. bfloat16 halves its memory; the trained weights stay in float32. auto: bfloat16 on CUDA.",
-            callback=one_of("--precision", *PRECISIONS),
+            PRECISIONS,
+            "Format of the computation. bfloat16 halves its memory; the trained weights stay in float32. auto: bfloat16 on CUDA.",
         ),
     ] = "auto"
     recompute: Annotated[
@@ -110,11 +109,10 @@ class MemoryFlags:
     ] = False
     optimizer_states: Annotated[
         str,
-        typer.Option(
+        choice(
             "--optimizer-states",
-            metavar="|".join(OPTIMIZER_STATES),
-            help="How AdamW's two numbers for each weight are kept: 8bit in a quarter of the memory (pip install bitsandbytes), cpu outside the GPU.",
-            callback=one_of("--optimizer-states", *OPTIMIZER_STATES),
+            OPTIMIZER_STATES,
+            "How AdamW's two numbers for each weight are kept: 8bit in a quarter of the memory (pip install bitsandbytes), cpu outside the GPU.",
         ),
     ] = "float32"
 

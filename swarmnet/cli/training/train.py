@@ -22,12 +22,13 @@ from swarmnet.cli.output import note, print_json, print_text, progress
 from swarmnet.cli.training import train_results, train_status
 from swarmnet.cli.training.join import MethodFileOption, join
 from swarmnet.paths import default_data_dir, locked_data_dir
-from swarmnet.swarm_file.entry import enter
+from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network, client_listen, connect
 from swarmnet_protocols.machine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
+    from swarmnet_protocols.training.job_settings import Job
     from swarmnet_protocols.training.jobs import JobFile
     from swarmnet_protocols.training.memory_needs import MemoryNeeds
 
@@ -92,35 +93,28 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         store_job(directory, made, sealed)
         store_local_files(directory, made.id, replace(LocalFiles.named_in(pinned_job), method=method_file))
         store_origin(directory, made.id, hashlib.sha256(written.text.encode()).hexdigest())
-        is_published = bool(entry.addresses) or entry.file.mdns
-        if is_published:
-            try:
-                made_here = own_jobs(directory, made.owner)
-                asyncio.run(_publish(entry.network(client_listen(entry.addresses)), sealed, made_here))
-            except Unreachable:
-                if entry.addresses:
-                    raise
-                is_published = False  # no other peer of the swarm is in the local network yet
+        is_published = _publish(entry, sealed, own_jobs(directory, made.owner))
+    warning = f"this model can be trained, but hosts cannot serve it: {obstacle}; docs/families.md lists families that work"
     if as_json:
-        warning = {"warning": _not_served(obstacle)} if obstacle else {}
-        memory = {"memory_bytes": needs[0].total_bytes}
-        print_json({"job": made.id, "name": made.job.job.name, **memory, **warning})
+        fields = {"job": made.id, "name": made.job.job.name, "memory_bytes": needs[0].total_bytes}
+        print_json(fields | ({"warning": warning} if obstacle else {}))
         return
     print_text(made.id)
     note(f"the model has {needs[0]}")
-    before, after = (
-        {job.model.checkpoint, *(source.hub for source in job.data.sources)}
-        for job in (written.job, made.job)
-    )
-    for name in sorted(after - before, key=str):
-        if name is not None:
-            note(f"the hub's newest commit is part of the job: {name}")
+    for name in sorted(_on_hub(made.job) - _on_hub(written.job)):
+        note(f"the hub's newest commit is part of the job: {name}")
     if obstacle:
-        note(f"warning: {_not_served(obstacle)}")
+        note(f"warning: {warning}")
     if not is_published:
         note("stored on this machine; a worker with the same --data-dir publishes it")
     here = "" if data_dir == default_data_dir() else f" --data-dir {shlex.quote(str(data_dir))}"
     note(f"train it here: swarmnet train join {made.job.job.name} --swarm {shlex.quote(swarm)}{here}")
+
+
+def _on_hub(job: "Job") -> set[str]:
+    """Return the names of what a job takes from the hub."""
+    names = {job.model.checkpoint, *(source.hub for source in job.data.sources)}
+    return {name for name in names if name is not None}
 
 
 def _read_job(job: Path, method_file: Path | None) -> "JobFile":
@@ -145,12 +139,24 @@ def _read_job(job: Path, method_file: Path | None) -> "JobFile":
     return written
 
 
-def _not_served(obstacle: str) -> str:
-    return f"this model can be trained, but hosts cannot serve it: {obstacle}; docs/families.md lists families that work"
+def _publish(entry: Entry, sealed: bytes, made: Sequence[str]) -> bool:
+    """Publish a job, and list it in the catalog with the other jobs that this machine made.
+
+    Returns False if no other peer of the swarm is in the local network yet. Raises ``Unreachable``
+    if none answers at the addresses of the swarm.
+    """
+    if not entry.addresses and not entry.file.mdns:
+        return False
+    try:
+        asyncio.run(_announce(entry.network(client_listen(entry.addresses)), sealed, made))
+    except Unreachable:
+        if entry.addresses:
+            raise
+        return False
+    return True
 
 
-async def _publish(network: Network, sealed: bytes, made: Sequence[str]) -> None:
-    """Publish a job, and list it in the catalog with the other jobs that this machine made."""
+async def _announce(network: Network, sealed: bytes, made: Sequence[str]) -> None:
     from swarmnet_protocols.directory.catalog import made_jobs
     from swarmnet_protocols.training.job_records import JOB_LIFETIME_S, job_announcement
 

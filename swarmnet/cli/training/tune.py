@@ -5,6 +5,7 @@ import math
 import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,13 +43,11 @@ if TYPE_CHECKING:
     from swarmnet_protocols.models import LocalModel
 
 
-def tune(  # noqa: PLR0913 - a command line, not an interface
-    *,
-    model: ModelOption = DEFAULT_MODEL,
-    swarm: SwarmOption,
-    data: Annotated[Path, typer.Option("--data", metavar="FILE.jsonl", help="File with the training rows.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the adapter to this folder.")],
-    method: Annotated[TuneMethod, typer.Option("--method", help="What to train.")] = TuneMethod.LORA,
+@dataclass(frozen=True, kw_only=True)
+class TuningOptions:
+    """What to train on which rows, and how: the options of ``TuneSettings``."""
+
+    method: Annotated[TuneMethod, typer.Option("--method", help="What to train.")] = TuneMethod.LORA
     eval_data: Annotated[
         Path | None,
         typer.Option(
@@ -56,17 +55,17 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
             metavar="FILE.jsonl",
             help="Evaluate on the rows of this file, instead of on a share of --data.",
         ),
-    ] = None,
+    ] = None
     held_out: Annotated[
         float, typer.Option("--held-out", metavar="SHARE", help="Share of --data to keep for evaluation.")
-    ] = 0.1,
-    epochs: Annotated[int, typer.Option("--epochs", metavar="N", min=1, help="Passes over the rows.")] = 3,
+    ] = 0.1
+    epochs: Annotated[int, typer.Option("--epochs", metavar="N", min=1, help="Passes over the rows.")] = 3
     steps: Annotated[
         int | None, typer.Option("--steps", metavar="N", min=1, help="Number of steps, instead of --epochs.")
-    ] = None,
+    ] = None
     batch_size: Annotated[
         int, typer.Option("--batch-size", metavar="N", min=1, max=256, help="Rows per step.")
-    ] = 8,
+    ] = 8
     learning_rate: Annotated[
         float | None,
         typer.Option(
@@ -75,18 +74,18 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
             help="Highest learning rate. It warms up to this value and then decays.",
             show_default="by method",
         ),
-    ] = None,
+    ] = None
     max_length: Annotated[
         int,
         typer.Option("--max-length", metavar="N", min=2, help="Cut rows after this many tokens."),
-    ] = 256,
-    rank: Annotated[int, typer.Option("--rank", metavar="N", min=1, help="Rank of the LoRA matrices.")] = 8,
+    ] = 256
+    rank: Annotated[int, typer.Option("--rank", metavar="N", min=1, help="Rank of the LoRA matrices.")] = 8
     alpha: Annotated[
         int,
         typer.Option(
             "--alpha", metavar="N", min=1, help="LoRA's scale: updates are multiplied by alpha / rank."
         ),
-    ] = 16,
+    ] = 16
     target_modules: Annotated[
         str,
         typer.Option(
@@ -95,11 +94,11 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
             help="Linear modules that get LoRA.",
             show_default="PEFT's choice",
         ),
-    ] = "",
+    ] = ""
     virtual_tokens: Annotated[
         int,
         typer.Option("--virtual-tokens", metavar="N", min=1, help="Tokens of a trained prompt or prefix."),
-    ] = 16,
+    ] = 16
     reward: Annotated[
         Path | None,
         typer.Option(
@@ -108,11 +107,11 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
             help="With --method es: a file with reward(prompt, answer, expected), which rates answers "
             "with a number up to 1. It runs on this machine, and may do whatever you may.",
         ),
-    ] = None,
+    ] = None
     population: Annotated[
         int,
         typer.Option("--population", metavar="N", min=2, max=256, help="Candidates per step of zo and es."),
-    ] = 8,
+    ] = 8
     spread: Annotated[
         float | None,
         typer.Option(
@@ -121,16 +120,53 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
             help="Distance of the candidates of zo and es from the adapter.",
             show_default="by method",
         ),
-    ] = None,
+    ] = None
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer that es rates.")
-    ] = 64,
+    ] = 64
     seed: Annotated[
         int,
         typer.Option(
             "--seed", metavar="S", min=0, help="Seed for the order of rows and for the initial weights."
         ),
-    ] = 0,
+    ] = 0
+
+    def settings(self) -> TuneSettings:
+        """Return the settings, without the hash of the reward. Raises ``typer.BadParameter`` for
+        options that do not fit together."""
+        rate = LEARNING_RATES[self.method] if self.learning_rate is None else self.learning_rate
+        if not 0 < rate < math.inf:
+            raise typer.BadParameter(f"{rate} is not a learning rate", param_hint="'--learning-rate'")
+        if not 0 <= self.held_out < 1:
+            raise typer.BadParameter(f"{self.held_out} is not a share from 0 to 1", param_hint="'--held-out'")
+        spread = SPREADS.get(self.method, 1.0) if self.spread is None else self.spread
+        if not 0 < spread < math.inf:
+            raise typer.BadParameter(f"{spread} is not a distance", param_hint="'--spread'")
+        if self.population % 2:
+            raise typer.BadParameter(
+                "give an even number: candidates come in pairs", param_hint="'--population'"
+            )
+        if (self.method is TuneMethod.ES) != (self.reward is not None):
+            raise typer.BadParameter("give it with --method es, and only then", param_hint="'--reward'")
+        modules = tuple(name.strip() for name in self.target_modules.split(",") if name.strip())
+        known = {each.name for each in fields(TuneSettings)}
+        given = {name: value for name, value in vars(self).items() if name in known}
+        read: dict[str, Any] = {
+            "learning_rate": rate,
+            "spread": spread,
+            "target_modules": modules,
+            "reward": "",
+        }
+        return TuneSettings(**given | read)
+
+
+def tune(  # noqa: PLR0913 - a command line, not an interface
+    *,
+    model: ModelOption = DEFAULT_MODEL,
+    swarm: SwarmOption,
+    data: Annotated[Path, typer.Option("--data", metavar="FILE.jsonl", help="File with the training rows.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the adapter to this folder.")],
+    tuning: TuningOptions,
     eval_every: Annotated[
         int | None,
         typer.Option(
@@ -161,50 +197,15 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     "output"}, ShareGPT's {"conversations"}, or for a classifier {"text", "label"}. An interrupted
     run continues when you repeat the command.
     """
-    rate = LEARNING_RATES[method] if learning_rate is None else learning_rate
-    if not 0 < rate < math.inf:
-        raise typer.BadParameter(f"{rate} is not a learning rate", param_hint="'--learning-rate'")
-    if not 0 <= held_out < 1:
-        raise typer.BadParameter(f"{held_out} is not a share from 0 to 1", param_hint="'--held-out'")
-    distance = SPREADS.get(method, 1.0) if spread is None else spread
-    if not 0 < distance < math.inf:
-        raise typer.BadParameter(f"{spread} is not a distance", param_hint="'--spread'")
-    if population % 2:
-        raise typer.BadParameter("give an even number: candidates come in pairs", param_hint="'--population'")
-    if (method is TuneMethod.ES) != (reward is not None):
-        raise typer.BadParameter("give it with --method es, and only then", param_hint="'--reward'")
-    from swarmnet_client.tuning.rows import check_rows
-
-    for path in (data, eval_data):
-        if path is None:
-            continue
-        if not path.is_file():
-            raise ConfigError(f"there is no file {path}", hint="name a file with one JSON object a line")
-        check_rows(path, labelled=method is TuneMethod.CLASSIFIER)  # before a model is loaded
+    settings = tuning.settings()
+    _check_files(data, tuning)
     require_peft()
     rewarding = None
-    if reward is not None:
+    if tuning.reward is not None:
         from swarmnet_client.tuning.rewards import Reward
 
-        rewarding = Reward.load(reward)
-    settings = TuneSettings(
-        method=method,
-        learning_rate=rate,
-        steps=steps,
-        epochs=epochs,
-        batch_size=batch_size,
-        max_length=max_length,
-        held_out=held_out,
-        seed=seed,
-        rank=rank,
-        alpha=alpha,
-        target_modules=tuple(name.strip() for name in target_modules.split(",") if name.strip()),
-        virtual_tokens=virtual_tokens,
-        population=population,
-        spread=distance,
-        max_tokens=max_tokens,
-        reward=rewarding.sha256 if rewarding else "",
-    )
+        rewarding = Reward.load(tuning.reward)
+        settings = replace(settings, reward=rewarding.sha256)
     with display(as_json=as_json) as shown, ExitStack() as stack:
         import_transformers()
         from swarmnet_client.model.load_options import LoadOptions
@@ -217,7 +218,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         files: dict[str, Any] = {"cache_dir": client.cache_dir, "max_disk_bytes": client.max_disk_bytes}
         local = resolve_in_swarm(model, lambda: client.network(swarm), progress=shown.progress, **files)
         _check_sizes(local, settings)
-        dataset = Dataset.read(local.tokenizer(), data, eval_data, settings)
+        dataset = Dataset.read(local.tokenizer(), data, tuning.eval_data, settings)
         about = {"model": model, "manifest": local.manifest.hash.hex(), "data": list(dataset.sha256)}
         stack.enter_context(locked(out))
         folder = RunDir(out, about | settings.to_json(), force=force)
@@ -225,7 +226,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         options = LoadOptions.picked(dtype, device, len(dataset.labels) or None)
         opened = stack.enter_context(load(model, network=client.network(swarm), options=options, **files))
         tuned = attach(opened, model, settings)
-        if method in FORWARD_ONLY:
+        if settings.method in FORWARD_ONLY:
             from swarmnet_client.tuning.forward_tuner import ForwardTuner
 
             tuner: Tuner = ForwardTuner(tuned, dataset, settings, lambda: _usage(opened), rewarding)
@@ -247,6 +248,16 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         often = eval_every or dataset.steps_per_epoch
         _train(tuner, folder, show, evaluate_every=often, save_every=save_every)
         show(_finish(tuned, tuner, dataset, folder, _run_command(model, swarm, out, dataset)))
+
+
+def _check_files(data: Path, tuning: TuningOptions) -> None:
+    """Check the rows before a model is loaded. Raises ``ConfigError``."""
+    from swarmnet_client.tuning.rows import check_rows
+
+    for path in filter(None, (data, tuning.eval_data)):
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}", hint="name a file with one JSON object a line")
+        check_rows(path, labelled=tuning.method is TuneMethod.CLASSIFIER)
 
 
 def _check_sizes(local: "LocalModel", settings: TuneSettings) -> None:
