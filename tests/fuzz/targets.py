@@ -48,10 +48,12 @@ from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
+from swarmnet_protocols.training.pipeline import microbatches, step_streams
 from swarmnet_protocols.training.rounds import messages, reduction, terms
 from swarmnet_protocols.wire import (
     membership_pb2,
     pairing_pb2,
+    pipeline_pb2,
     records_pb2,
     refusal_pb2,
     report_pb2,
@@ -359,6 +361,19 @@ def read_control(data: bytes) -> None:
     messages.decode_control(parse(training_pb2.ExchangeRequest, data), SHAPE)
 
 
+def read_microbatch(data: bytes) -> None:
+    wire = parse(pipeline_pb2.Microbatch, data)
+    microbatches.microbatch_from_wire(
+        wire, job=wire.job, stages=len(wire.chain) + 1, count=8, sender=_PEER, receiver=_PEER
+    )
+
+
+def read_step_end(data: bytes) -> None:
+    wire = parse(pipeline_pb2.StepRequest, data)
+    step_streams.listing_from_wire(wire.listing, job=wire.listing.job, count=8, most=1 << 10)
+    step_streams.end_from_wire(wire.end)
+
+
 def read_roster(data: bytes) -> None:
     me = terms.RoundMember(_PEER)
     wire = parse(workers_pb2.Roster, data)
@@ -539,6 +554,16 @@ TARGETS: dict[str, Target] = {
     "report": Target(read_report, examples(report_pb2.NodeReport), ()),
     "control": Target(
         read_control, examples(training_pb2.ExchangeRequest), ("training.rounds.messages.decode_control",)
+    ),
+    "microbatch": Target(
+        read_microbatch,
+        examples(pipeline_pb2.Microbatch),
+        ("training.pipeline.microbatches.microbatch_from_wire",),
+    ),
+    "step end": Target(
+        read_step_end,
+        examples(pipeline_pb2.StepRequest),
+        ("training.pipeline.step_streams.listing_from_wire", "training.pipeline.step_streams.end_from_wire"),
     ),
     "roster": Target(
         read_roster,

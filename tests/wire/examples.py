@@ -25,6 +25,7 @@ from swarmnet_protocols.wire import (
     handshake_pb2,
     membership_pb2,
     pairing_pb2,
+    pipeline_pb2,
     probe_pb2,
     records_pb2,
     refusal_pb2,
@@ -41,6 +42,7 @@ SCHEMAS = (
     handshake_pb2,
     membership_pb2,
     pairing_pb2,
+    pipeline_pb2,
     probe_pb2,
     records_pb2,
     refusal_pb2,
@@ -333,6 +335,25 @@ def training_messages() -> Iterator[Protobuf]:
     )
 
 
+def pipeline_messages() -> Iterator[Protobuf]:
+    pb = pipeline_pb2
+    yield pb.MicrobatchRequest(
+        begin=pb.Microbatch(job=_MANIFEST, round=7, origin=_PEER.id, number=3, stage=1, chain=[_PEER.id])
+    )
+    yield pb.MicrobatchRequest(part=pb.Part())
+    yield pb.MicrobatchReply(heartbeat=pb.Heartbeat())
+    yield pb.MicrobatchReply(admitted=pb.Admitted(known=True))
+    yield pb.MicrobatchReply(part=pb.Part())
+    yield pb.MicrobatchReply(failed=pb.Failed(stage=2, busy=True))
+    yield pb.StepRequest(heartbeat=pb.Heartbeat())
+    yield pb.StepRequest(listing=pb.Listing(job=_MANIFEST, round=7, numbers=[0, 300], tokens=[512, 511]))
+    yield pb.StepRequest(end=pb.StepEnd(origins=[_PEER.id], tokens=1023))
+    yield pb.StepReply(heartbeat=pb.Heartbeat())
+    yield pb.StepReply(listed=pb.Listed(missing=[300]))
+    yield pb.StepReply(attempt=pb.Attempt(contributors=[_PEER.id]))
+    yield pb.StepReply(committed=pb.Committed())
+
+
 def frame() -> dict[str, str]:
     message = Message(b"header", b"payload of raw bytes")
     head, payload = encode(message, LINK)
@@ -605,6 +626,7 @@ def write() -> None:
         "session": [vector(message) for message in session_messages()],
         "records": [vector(message) for message in record_messages()],
         "training": [vector(message) for message in training_messages()],
+        "pipeline": [vector(message) for message in pipeline_messages()],
         "workers": [vector(message) for message in worker_messages()],
         "membership": [vector(message) for message in membership_messages()],
         "pairing": [vector(message) for message in pairing_messages()],

@@ -55,6 +55,7 @@ MESSAGES: list[dict[str, Any]] = [
         "records",
         "workers",
         "training",
+        "pipeline",
         "handshake",
         "membership",
         "pairing",

@@ -12,7 +12,9 @@ import torch
 
 from swarmnet_node.training.checkpoint import WorkerCheckpoint, params_hash
 from swarmnet_node.training.shared_state import SharedState
+from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport, Trainer
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.job_settings import Job
@@ -34,7 +36,7 @@ class Replica:
     not know whether its last contribution was committed.
     """
 
-    def __init__(self, job: Job, trainer: Trainer) -> None:
+    def __init__(self, job: Job, trainer: Trainer | StageTrainer) -> None:
         self.revision = 0
         self.trainer = trainer
         self.method = job.make_method()
@@ -45,7 +47,7 @@ class Replica:
 
     def steps(self, round: int, slot: int, first: int, end: int) -> StepReport:
         """Run the inner steps [first, end) of a round on the slot's share of the data."""
-        return self.trainer.steps(round, slot, end - first, first=first)
+        return self._whole.steps(round, slot, end - first, first=first)
 
     def contribution(self, round: int, slot: int) -> tuple[torch.Tensor, StepReport]:
         """Return the contribution to a round, and the work done for it after the inner steps.
@@ -96,11 +98,11 @@ class Replica:
     def evaluate(self) -> tuple[float, int]:
         """Return the validation loss of the agreed parameters, and its number of tokens."""
         if self.method.kind == "scalars":  # the only weights are the agreed ones
-            return self.trainer.evaluate(self._job.eval.batches)
+            return self._whole.evaluate(self._job.eval.batches)
         own = self.trainer.parameters()
         self.trainer.load(self.method.agreed())
         try:
-            return self.trainer.evaluate(self._job.eval.batches)
+            return self._whole.evaluate(self._job.eval.batches)
         finally:
             self.trainer.load(own)
 
@@ -169,6 +171,13 @@ class Replica:
         if self._feedback is not None and RESIDUAL in saved.outer:
             self._feedback.restore(saved.outer[RESIDUAL])
 
+    @property
+    def _whole(self) -> Trainer:
+        """The trainer of a whole model, which has data and a loss."""
+        if isinstance(self.trainer, StageTrainer):
+            raise ConfigError("a worker with one stage of a model has no loss of its own")
+        return self.trainer
+
     def _begin(self, parameters: torch.Tensor) -> None:
         """Begin from ``parameters``, which are the trainer's."""
         if self.method.kind == "scalars":
@@ -191,7 +200,7 @@ class Replica:
         for step in range(method.steps_per_round):
             place = method.place(step, slot)
             plus, minus = (
-                self.trainer.loss(
+                self._whole.loss(
                     round, step, slot, partial(method.shift, round=round, place=place, sign=sign)
                 )
                 for sign in (1, -1)

@@ -22,7 +22,7 @@ The protocols between workers are in ``swarmnet_protocols.training``. All comput
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,8 +35,10 @@ from swarmnet_node.owner.given import Given
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.events import EventHandler, exchange_fields
 from swarmnet_node.training.known_workers import KnownWorkers
+from swarmnet_node.training.pipeline.pipeline import Pipeline
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
 from swarmnet_node.training.shared_state import max_state_bytes
+from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport, Trainer
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
@@ -62,12 +64,13 @@ from swarmnet_protocols.training.pacing import (
     steps_in_time,
 )
 from swarmnet_protocols.training.pairs import Pairs
+from swarmnet_protocols.training.pipeline.stages import stage_key
 from swarmnet_protocols.training.rosters import Roster
 from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.averaging import Averager
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.round_runner import Outcome, RoundContext
-from swarmnet_protocols.training.rounds.terms import RoundMember
+from swarmnet_protocols.training.rounds.terms import RoundMember, Slice
 from swarmnet_protocols.training.state_transfer import PackedState, StateServer, fetch_state
 
 P = ParamSpec("P")
@@ -83,6 +86,9 @@ LAST_WORD_S = 2.0
 directory does not answer. With less, a slow directory misses the announcement."""
 UNDECIDED_S = 1.0
 """Seconds until the voters are asked again, after an answer without a majority."""
+LOOK_S = 5.0
+"""Seconds after which a worker that waits for other stages looks whether its own has gone on
+without it."""
 RETRY_DOWNLOAD_S = 5.0
 """Seconds until another attempt to download the shared state."""
 
@@ -128,11 +134,14 @@ class Worker:
         self,
         dependencies: WorkerDependencies,
         sealed: bytes,
-        trainer: Trainer,
+        trainer: Trainer | StageTrainer,
         checkpoints: CheckpointStore,
         handler: EventHandler,
     ) -> None:
-        """``sealed`` is the job in its published form; ``handler`` receives the worker's events."""
+        """``sealed`` is the job in its published form; ``handler`` receives the worker's events.
+
+        With the trainer of a stage, the worker averages with the workers of that stage only.
+        """
         opened = open_job(sealed)
         self.job_id = opened.id
         self.round = 0
@@ -169,11 +178,22 @@ class Worker:
         self._rates = ArrivalRates()
         self._interrupted: asyncio.Future[SwarmnetError | None] = asyncio.get_running_loop().create_future()
         """Ends ``run`` at once: with an error, or with None for a pause."""
-        self._job_hash = bytes.fromhex(self.job_id)
         self._timing = Timing()
+        self._pipeline: Pipeline | None = None
+        """This worker's part in a job with stages."""
+        self._group_id = self.job_id
+        """Under it, the workers that average together meet: the job, or one of its stages."""
+        slots = 1
+        if isinstance(trainer, StageTrainer):
+            self._pipeline = Pipeline.of(
+                opened, trainer, self._transport, dependencies.directory, self._compute, self._timing
+            )
+            self._group_id = stage_key(bytes.fromhex(self.job_id), trainer.stage).hex()
+            slots = opened.job.exchange.max_workers  # one worker may count the data of all
+        self._job_hash = bytes.fromhex(self._group_id)
         self._workers = KnownWorkers(
             dependencies.directory,
-            self.job_id,
+            self._group_id,
             self._transport.peer_id,
             has_trained=lambda: self._replica.revision > 0,
         )
@@ -193,7 +213,11 @@ class Worker:
             self._job_hash,
             dependencies.sign,
             RoundTiming(exchange.deadline_s / 3, 2 * exchange.deadline_s / 3, exchange.deadline_s),
-            AggregationRules.named(exchange.aggregate, float(opened.job.round_tokens)),
+            AggregationRules.named(
+                exchange.aggregate,
+                float(slots * opened.job.round_tokens),
+                exact=self._pipeline is not None,
+            ),
             dependencies.codec_executor,
             on_proven=lambda peer: self._workers.exclude([peer]),
         )
@@ -208,6 +232,9 @@ class Worker:
         await self._resume()
         await self._state_server.serve()
         await self._matchmaking.serve()
+        if self._pipeline is not None:
+            await self._pipeline.advance(self.round)
+            await self._pipeline.serve()
         async with self._averager:
             self._emit(
                 "ready",
@@ -239,6 +266,8 @@ class Worker:
                         raise failure
                 finally:
                     await cancel(self._pending.task if self._pending else None)
+                    if self._pipeline is not None:
+                        await self._pipeline.close()
             await announcer.withdraw(LAST_WORD_S)  # others then know that this worker is not lost
             if not self.is_pausing:
                 done = {"rounds": self._job.job.rounds, "revision": self._replica.revision}
@@ -247,6 +276,8 @@ class Worker:
     def stop(self) -> None:
         """Make ``run`` return after the current round."""
         self.stopping = True
+        if self._pipeline is not None:
+            self._pipeline.stop()
 
     def fail(self, error: SwarmnetError) -> None:
         """Make ``run`` save a checkpoint at once and raise ``error``."""
@@ -273,6 +304,8 @@ class Worker:
                     await self._finish_exchange()
             except OutOfSync as out_of_sync:
                 await self._catch_up(out_of_sync)
+        if self._pipeline is not None:
+            await self._pipeline.finish(self._job.exchange.deadline_s)
         if self.round < self._job.job.rounds:
             await self._matchmaking.leave()
         elif not self._method.shares_weights:
@@ -307,6 +340,10 @@ class Worker:
             await looking
         else:  # read the directory during the inner steps
             (contribution, report), _ = await asyncio.gather(self._train(self._slot), looking)
+            if self._pipeline is not None and self._pipeline.is_discarded(self.round):
+                await self._apply(self.round, None)
+                self.round += 1
+                return
         await self._finish_exchange()
         if self.round and self._workers.is_new and self._method.shares_weights:
             # Workers that start together may begin in several groups.
@@ -375,6 +412,9 @@ class Worker:
         Return None as contribution if the last exchange shows that this worker is behind.
         """
         report = NO_STEPS
+        if self._pipeline is not None and not await self._pass_microbatches(self._pipeline, slot):
+            self._slot = None
+            return None, NO_STEPS
         if self._method.kind == "parameters":
             steps = self._steps()
             if self._speed is not None and not self._method.shares_weights:
@@ -389,6 +429,21 @@ class Worker:
         contribution, more = await self._compute(self._replica.contribution, self.round, slot)
         self._count(more)
         return contribution, combined(report, more)
+
+    async def _pass_microbatches(self, pipeline: Pipeline, slot: int) -> bool:
+        """Have the gradient of this round computed with the workers of the other stages.
+
+        Return False if this worker is behind. Nobody else would tell it while it waits.
+        """
+        working = asyncio.create_task(pipeline.gradient(self.round, slot), name="pipeline")
+        try:
+            while not (await asyncio.wait([working], timeout=LOOK_S))[0]:
+                await self._workers.refresh()
+                if isinstance(await self._compare(), CatchUp):
+                    return False
+            return working.result()
+        finally:
+            await cancel(working)
 
     def _count(self, report: StepReport) -> None:
         trainer, sample_tokens = self._replica.trainer, self._job.data.sequence_length
@@ -490,13 +545,15 @@ class Worker:
             self.round, self._slot = pending.round, None
             self._emit("behind", round=pending.round, reason=outcome.reason)
             return
+        if self._pipeline is not None and not await self._pipeline.ended(
+            pending.round, self._last_exchange, outcome
+        ):
+            self.round = pending.round
+            return
         contributors = outcome.all_contributors()
         average = None if outcome.average is None else Average(outcome.average, contributors)
         delivered = outcome.slices_with(self._transport.peer_id)
-        if self._method.kind == "scalars":
-            self._state_server.withdraw()
-        await self._compute(self._replica.apply, pending.round, average, delivered)
-        await self._publish_state()
+        await self._apply(pending.round, average, delivered)
         params_hash = await self._compute(self._replica.params_hash)
         self._emit(
             "round",
@@ -514,9 +571,19 @@ class Worker:
             params_hash=params_hash,
         )
         if (pending.round + 1) % self._job.eval.every_rounds == 0 and not self.is_pausing:
-            loss, tokens = await self._compute(self._replica.evaluate)
-            self._emit("eval", round=pending.round, val_loss=round(loss, 6), tokens=tokens)
+            if self._pipeline is None:
+                loss, tokens = await self._compute(self._replica.evaluate)
+                self._emit("eval", round=pending.round, val_loss=round(loss, 6), tokens=tokens)
             await self._save()
+
+    async def _apply(self, round: int, average: Average | None, delivered: Sequence[Slice] = ()) -> None:
+        """Apply the outcome of ``round``, and publish the state after it."""
+        if self._method.kind == "scalars":
+            self._state_server.withdraw()
+        await self._compute(self._replica.apply, round, average, delivered)
+        if self._pipeline is not None:
+            await self._pipeline.advance(round + 1)
+        await self._publish_state()
 
     async def _merge_replicas(self) -> None:
         """Average the replicas at the end of a job whose workers keep different parameters.
@@ -617,6 +684,8 @@ class Worker:
         keep = kept_share(there.round - here.round) if self._late.tokens else 0.0
         await self._compute(self._replica.load_shared, data, keep)
         self.round, self._slot, self._pending = there.round, None, None
+        if self._pipeline is not None:
+            await self._pipeline.advance(self.round)
         await self._publish_state()
         self._emit(
             "healed",
@@ -657,12 +726,12 @@ class Worker:
 
     def _announcements(self) -> Iterable[Announcement]:
         yield worker_announcement(
-            self.job_id, self._transport.addresses(), self._matchmaking.position, self._round_s()
+            self._group_id, self._transport.addresses(), self._matchmaking.position, self._round_s()
         )
         yield job_announcement(self._sealed)
 
     def _last_word(self) -> Iterable[Announcement]:
-        yield worker_announcement(self.job_id, (), self._matchmaking.position)
+        yield worker_announcement(self._group_id, (), self._matchmaking.position)
 
     def _emit(self, event: str, **fields: Any) -> None:
         self._handler({"event": event, **fields})

@@ -10,6 +10,7 @@ from swarmnet_protocols.wire import (
     handshake_pb2,
     membership_pb2,
     pairing_pb2,
+    pipeline_pb2,
     probe_pb2,
     relay_pb2,
     report_pb2,
@@ -205,6 +206,26 @@ EXCHANGE = TypedProtocol(
     served_by=_TRAINER,
 )
 
+MICROBATCH = TypedProtocol(
+    "/swarmnet/microbatch/1",
+    request=pipeline_pb2.MicrobatchRequest,
+    reply=pipeline_pb2.MicrobatchReply,
+    server=_part_s,
+    max_header_bytes=64 << 10,
+    max_payload_bytes=_PART_BYTES,
+    roles=_TRAINER,
+    served_by=_TRAINER,
+)
+STEP = TypedProtocol(
+    "/swarmnet/step/1",
+    request=pipeline_pb2.StepRequest,
+    reply=pipeline_pb2.StepReply,
+    server=lambda timing: Patience(timing.silence_s, timing.chunk_s),
+    max_header_bytes=1 << 20,
+    roles=_TRAINER,
+    served_by=_TRAINER,
+)
+
 _MAX_RPC_BYTES = 4 << 20
 DHT_PING = ProtocolSpec(
     "SwarmDirectoryV1.rpc_ping", max_header_bytes=_MAX_RPC_BYTES, roles=ANY_ROLE, served_by=_DHT_NODES
@@ -266,6 +287,8 @@ INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING, WEIGHTS)
 """Served by hosts of blocks, besides ``REPORT``."""
 TRAINING = (MATCHMAKING, STATE, EXCHANGE)
 """Served by training workers, besides ``REPORT``."""
+PIPELINE = (MICROBATCH, STEP)
+"""Served by the workers of a job in stages, besides ``TRAINING``."""
 DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE, DHT_SAMPLE)
 """Served by DHT nodes: hivemind's calls, and ``DHT_SAMPLE`` of swarmnet.
 
@@ -280,6 +303,7 @@ ALL: tuple[ProtocolSpec, ...] = (
     REPORT,
     *REACHABILITY,
     *TRAINING,
+    *PIPELINE,
     *DIRECTORY,
     REVOCATIONS,
     *ENTRANCE,

@@ -13,11 +13,13 @@ import torch
 
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.job_store import LocalFiles, check_job
+from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_node.training.worker import Worker, WorkerDependencies
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.jobs import open_job, parse_job, seal_job
 from tests.support.network.memory_directory import MemoryBoard, MemoryDirectory
 from tests.support.network.memory_network import LinkProfile, MemoryNetwork
@@ -163,6 +165,14 @@ class WorkerLab:
     async def close(self) -> None:
         await cancel(*self.tasks.values())
 
+    def trainer(self, name: str, job: Job, compute: TimedExecutor) -> Trainer | StageTrainer:
+        """Make the trainer of a worker."""
+        trainer = _TimedTrainer.open(
+            job, cache_dir=self.folder / "cache", available_bytes=1 << 33, device=torch.device("cpu")
+        )
+        trainer.takes(lambda: self.step_s.get(name, 0.0), compute)
+        return trainer
+
     async def _live(self, name: str) -> None:
         identity = Identity.from_seed(name.encode())
         files = replace(self.files, data=(self.own[name],)) if name in self.own else self.files
@@ -170,11 +180,8 @@ class WorkerLab:
         async with self.network.transport(identity.peer_id) as transport:
             directory = MemoryDirectory(self.board, identity, SWARM)
             compute, codec = TimedExecutor(COMPUTE_S), TimedExecutor(0.0)
-            trainer = _TimedTrainer.open(
-                job, cache_dir=self.folder / "cache", available_bytes=1 << 33, device=torch.device("cpu")
-            )
+            trainer = self.trainer(name, job, compute)
             writer = TimedExecutor(self.write_s)
-            trainer.takes(lambda: self.step_s.get(name, 0.0), compute)
             dependencies = WorkerDependencies(
                 transport, directory, compute, codec, writer, random.Random(name), identity.sign
             )

@@ -7,7 +7,7 @@
 3. The gradient is a sum over tokens. ``apply_gradient`` takes it divided by the step's tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -20,6 +20,7 @@ from swarmnet_node.training.model import check_model, checkpoint_of
 from swarmnet_node.training.stage_model import StageModel, build_stage
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_node.training.steps.trained_model import TrainedModel, check_options
+from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.memory_needs import MemoryNeeds
@@ -49,6 +50,24 @@ class StageTrainer(TrainedModel):
         super().__init__(job, model, device=device, memory=memory, progress=progress)
         self.stage = stage
         self.batches = batches
+        self.report = StepReport(0.0, 0, 0.0)
+        """The work behind ``gradients``, as the pipeline reports it."""
+
+    @property
+    def width(self) -> int:
+        """Values of one position between stages."""
+        return int(self._model.config.get_text_config().hidden_size)
+
+    def microbatches(self, round: int, slot: int) -> Sequence[Tensor]:
+        """Return the microbatches of a slot, ``[k, L + 1]`` each. Stage 0 has them."""
+        if self.batches is None:
+            return ()
+        return self.batches.parts(self.batches.take(round, 0, slot))
+
+    def gradient(self, round: int, step: int, slot: int) -> tuple[Tensor, StepReport]:
+        """Return the mean gradient of the tokens in ``report``, ``[n]`` float32 on the CPU."""
+        gradient = self.gradients().to("cpu", copy=True)
+        return gradient.div_(max(1, self.report.tokens)), self.report
 
     @classmethod
     def open(  # noqa: PLR0913 - a job, and the machine that trains it

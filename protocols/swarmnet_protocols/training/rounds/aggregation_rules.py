@@ -220,9 +220,14 @@ class AggregationRules:
     """
 
     @classmethod
-    def named(cls, name: str, max_weight: float) -> "AggregationRules":
-        """Return the rules of a job with the aggregator ``name``. Robust ones are verifiable."""
-        return cls(partial(_aggregate_clipped, name), outliers, max_weight, name != "mean")
+    def named(cls, name: str, max_weight: float, *, exact: bool = False) -> "AggregationRules":
+        """Return the rules of a job with the aggregator ``name``. Robust ones are verifiable.
+
+        ``exact``: a mean clips no contribution. Workers of a stage count few or many tokens, so the
+        norms of honest gradients differ, and clipped ones would be another gradient.
+        """
+        aggregator = weighted_mean if exact and name == "mean" else partial(_aggregate_clipped, name)
+        return cls(aggregator, outliers, max_weight, name != "mean")
 
 
 def _aggregate_clipped(name: str, rows: Tensor, weights: Tensor) -> Tensor:

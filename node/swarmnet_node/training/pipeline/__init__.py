@@ -1,0 +1,1 @@
+"""Training in stages: microbatches that travel through workers of all stages."""

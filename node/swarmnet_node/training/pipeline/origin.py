@@ -1,0 +1,304 @@
+"""A worker of stage 0 as the origin of microbatches.
+
+One round:
+
+1. ``originate`` sends each microbatch of this worker's batch through a chain of workers, until all
+   are home. A worker that fails is replaced, and the microbatch goes the same way again.
+2. It lists to every worker the microbatches that this one counts. A worker that is lost before its
+   stage has committed the round is replaced, too.
+3. ``ended`` tells all workers which origins stage 0 has averaged.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from swarmnet_node.training.data.sampler import target_count
+from swarmnet_node.training.pipeline.stage_passes import Kept, StagePasses
+from swarmnet_node.training.pipeline.stage_workers import StagedJob
+from swarmnet_node.training.pipeline.turns import Compute, Turns, Urgency
+from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
+from swarmnet_protocols.machine.aio import all_of, cancel, in_background, race
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.protocol_ids import STEP
+from swarmnet_protocols.training.pipeline.chains import Chains
+from swarmnet_protocols.training.pipeline.ledger import Ledger, StepEnd
+from swarmnet_protocols.training.pipeline.microbatches import (
+    Microbatch,
+    MicrobatchClient,
+    MicrobatchId,
+    StageFailed,
+)
+from swarmnet_protocols.training.pipeline.step_streams import (
+    ToWorker,
+    end_to_wire,
+    listing,
+    missing_from_wire,
+    peers_from_wire,
+)
+from swarmnet_protocols.wire import pipeline_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+MAX_OPEN_OWN = 8
+"""Microbatches of one origin that are under way. With fewer, later stages wait; with more, every
+worker keeps more graphs."""
+RETRY_S = 0.5
+"""Seconds until a stage without a worker is looked at again."""
+TELLERS = 2
+"""Origins that tell the end of a round to a worker without a microbatch. With one, a worker whose
+origin fails falls behind."""
+
+
+class _Step:
+    """One round of this origin, until all stages have committed it."""
+
+    def __init__(self, round: int, slot: int, batches: Mapping[int, torch.Tensor]) -> None:
+        self.round = round
+        self.slot = slot
+        self.batches = batches
+        self.ledger = Ledger()
+        self.begun = {number: Kept() for number in batches}
+        self.home = {number: Kept() for number in batches}
+        self.end: StepEnd | None = None
+        self.committed: set[int] = set()
+        self.told: dict[tuple[int, PeerId], asyncio.Task[None]] = {}
+        self.news = asyncio.Condition()
+
+    async def notify(self) -> None:
+        async with self.news:
+            self.news.notify_all()
+
+
+class Origin:
+    """The microbatches that one worker of stage 0 originates."""
+
+    def __init__(self, job: StagedJob, passes: StagePasses, turns: Turns, compute: Compute) -> None:
+        self._job = job
+        self._workers = job.workers
+        self._passes = passes
+        self._turns = turns
+        self._compute = compute
+        self._client = MicrobatchClient(job.transport, job.id, job.timing)
+        self._chains = Chains()
+        self._steps: dict[int, _Step] = {}
+
+    async def originate(self, round: int, slot: int) -> None:
+        """Bring the microbatches of a slot home, and have all workers confirm what they count."""
+        batches = await self._compute(lambda: self._passes.trainer.microbatches(round, slot))
+        await self._forget(round)
+        step = self._steps[round] = _Step(round, slot, dict(enumerate(batches)))
+        await self._compute(self._passes.restart)
+        open_here = asyncio.Semaphore(MAX_OPEN_OWN)
+
+        async def bring(number: int) -> None:
+            async with open_here:
+                await self._bring_home(step, number)
+
+        await all_of(*map(bring, step.batches))
+        for stage in range(1, self._job.stages):
+            for peer in step.ledger.workers(stage):
+                self._tell(step, stage, peer)
+        async with step.news:
+            await step.news.wait_for(lambda: step.ledger.is_confirmed)
+        tokens = sum(step.ledger.tokens.values())
+        await self._compute(lambda: self._passes.settle_own(tokens))
+
+    async def ended(self, round: int, end: StepEnd) -> None:
+        """Tell the workers of all stages how stage 0 ended a round."""
+        step = self._steps.setdefault(round, _Step(round, 0, {}))
+        step.end = end
+        await self._workers.refresh()
+        origins = len(self._workers.of(0)) + 1
+        for stage in range(1, self._job.stages):
+            for place, peer in enumerate(sorted(self._workers.of(stage))):
+                if (place - step.slot) % origins < TELLERS:
+                    self._tell(step, stage, peer)
+        await step.notify()
+
+    async def done(self) -> None:
+        """Wait until all stages have committed all rounds."""
+        for step in list(self._steps.values()):
+            async with step.news:
+                await step.news.wait_for(partial(self._is_committed, step))
+
+    async def close(self) -> None:
+        """End all conversations."""
+        await cancel(*(task for step in self._steps.values() for task in step.told.values()))
+
+    def home(self, id: MicrobatchId) -> tuple[Kept, torch.Tensor] | None:
+        """Return what is kept of an own microbatch that comes home, and its tokens."""
+        step = self._steps.get(id.round)
+        if step is None or id.number not in step.batches:
+            return None
+        return step.home[id.number], step.batches[id.number]
+
+    # ---- microbatches -------------------------------------------------------------------------
+
+    async def _bring_home(self, step: _Step, number: int) -> None:
+        begun = step.begun[number]
+        await self._turns.run(Urgency.BEGIN, lambda: self._passes.begin(begun, step.batches[number]))
+        gradient = await self._travel(step, number, ())
+        await self._turns.run(Urgency.BACKWARD, lambda: self._passes.finish(begun, gradient))
+
+    async def _travel(self, step: _Step, number: int, chain: tuple[PeerId, ...]) -> bytearray:
+        """Send a microbatch along ``chain``, with replacements where it fails, until it is home.
+
+        Empty: a new chain. Returns the gradient of stage 0's outputs.
+        """
+        id = MicrobatchId(step.round, self._job.transport.peer_id, number)
+        outputs = step.begun[number].outputs
+        tokens = target_count(step.batches[number])
+        blamed: set[PeerId] = set()
+        while True:
+            chain = await self._complete(chain)
+            addresses = self._workers.addresses(1, chain[0])
+            start_s = self._now()
+            try:
+                gradient = await self._client.gradient(
+                    Microbatch(id, 1, chain), addresses, outputs or b"", self._passes.boundary.size_bytes
+                )
+            except StageFailed as failed:
+                chain = self._without(chain, failed, blamed)
+                continue
+            for peer in chain:
+                self._chains.observe(peer, self._now() - start_s)
+            step.ledger.enter(number, chain, tokens)
+            return gradient
+
+    async def _complete(self, chain: tuple[PeerId, ...]) -> tuple[PeerId, ...]:
+        """Return ``chain`` with a worker in each empty place."""
+        places = list(chain or [PeerId("")] * (self._job.stages - 1))
+        while "" in places:
+            index = places.index(PeerId(""))
+            if candidates := self._workers.candidates(index + 1):
+                places[index] = self._chains.choose(candidates)
+            else:
+                await asyncio.sleep(RETRY_S)
+                await self._workers.refresh(RETRY_S)
+        return tuple(places)
+
+    def _without(
+        self, chain: tuple[PeerId, ...], failed: StageFailed, blamed: set[PeerId]
+    ) -> tuple[PeerId, ...]:
+        """Return the chain with an empty place where a worker failed.
+
+        A worker before which two others failed is replaced, too: it may be cut off from its next.
+        The stage after the last is this worker, so the last worker cannot reach it.
+        """
+        index = min(failed.stage, len(chain)) - 1
+        self._workers.avoid(chain[index], busy=failed.busy)
+        _log.debug("microbatch: %s", failed)
+        places = list(chain)
+        places[index] = PeerId("")
+        if index and not failed.busy:
+            if (before := chain[index - 1]) in blamed:
+                self._workers.avoid(before, busy=True)
+                places[index - 1] = PeerId("")
+            blamed.add(before)
+        return tuple(places)
+
+    # ---- the end of a round -------------------------------------------------------------------
+
+    def _tell(self, step: _Step, stage: int, peer: PeerId) -> None:
+        """Keep a conversation about a round with a worker, unless there is one."""
+        task = step.told.get((stage, peer))
+        if task is None or task.done():
+            name = f"step {step.round} of {peer}"
+            step.told[stage, peer] = asyncio.create_task(self._keep_told(step, stage, peer), name=name)
+
+    async def _keep_told(self, step: _Step, stage: int, peer: PeerId) -> None:
+        """Tell a worker about a round until its stage has committed it. Replace it if it fails."""
+        addresses = self._workers.addresses(stage, peer)
+        try:
+            stream = await STEP.open(self._job.transport, peer, self._job.timing, addresses=addresses)
+            heartbeat = pb.StepRequest(heartbeat=pb.Heartbeat())
+            try:
+                async with in_background(
+                    stream.send_heartbeats(self._job.timing.heartbeat_s, lambda: heartbeat)
+                ):
+                    await self._converse(step, stage, stream)
+            finally:
+                stream.close()
+        except SwarmnetError as error:
+            _log.debug("round %d: %s of stage %d is lost: %s", step.round, peer, stage, error)
+            self._workers.avoid(peer, busy=False)
+            await self._replace(step, stage, peer, set(step.ledger.listed(peer)))
+
+    async def _converse(self, step: _Step, stage: int, stream: ToWorker) -> None:
+        listed: list[dict[int, int]] = []
+        peer = stream.peer
+
+        async def say() -> None:
+            said: dict[int, int] | None = None
+            has_ended = False
+            while not self._is_committed(step):
+                if said != (now := step.ledger.listed(peer)):
+                    listed.append(now)
+                    await stream.send(listing(self._job.id, step.round, now))
+                    said = now
+                if step.end is not None and not has_ended:
+                    await stream.send(end_to_wire(step.end))
+                    has_ended = True
+                async with step.news:
+                    if said == step.ledger.listed(peer) and has_ended == (step.end is not None):
+                        await step.news.wait()
+
+        async def hear() -> None:
+            while True:
+                reply, _ = await stream.receive()
+                match reply.WhichOneof("kind"):
+                    case "listed" if listed:
+                        answered = listed.pop(0)
+                        missing = missing_from_wire(reply.listed, answered)
+                        step.ledger.confirm(peer, answered, missing)
+                        await step.notify()
+                        if missing:
+                            self._spawn(step, stage, peer, missing)
+                    case "attempt":
+                        contributors = peers_from_wire(reply.attempt.contributors)
+                        step.ledger.take_back(stage, contributors)
+                        await step.notify()
+                        for absent in step.ledger.absent(stage, contributors):
+                            self._spawn(step, stage, absent, set(step.ledger.listed(absent)))
+                    case "committed":
+                        step.committed.add(stage)
+                        await step.notify()
+                    case _:
+                        raise ProtocolViolation("an unexpected message of a worker")
+
+        await race(hear(), say())
+
+    def _spawn(self, step: _Step, stage: int, peer: PeerId, numbers: set[int]) -> None:
+        key = -stage, peer
+        if (before := step.told.get(key)) is None or before.done():
+            step.told[key] = asyncio.create_task(self._replace(step, stage, peer, numbers))
+
+    async def _replace(self, step: _Step, stage: int, peer: PeerId, numbers: set[int]) -> None:
+        """Have other workers of its stage compute microbatches that ``peer`` does not count."""
+        for number in sorted(numbers):
+            chain = step.ledger.chains[number]
+            if stage in step.committed or chain[stage - 1] != peer:
+                continue
+            places = list(chain)
+            places[stage - 1] = PeerId("")
+            await self._travel(step, number, tuple(places))
+            for index, worker in enumerate(step.ledger.chains[number]):
+                self._tell(step, index + 1, worker)
+            await step.notify()
+
+    def _is_committed(self, step: _Step) -> bool:
+        return len(step.committed) == self._job.stages - 1
+
+    async def _forget(self, round: int) -> None:
+        """Drop earlier rounds that are over. A later round was begun from a state that is gone."""
+        for old, step in list(self._steps.items()):
+            if old >= round or self._is_committed(step) or old < round - 1:
+                del self._steps[old]
+                await cancel(*step.told.values())
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

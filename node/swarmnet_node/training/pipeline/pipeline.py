@@ -1,0 +1,367 @@
+"""One worker's part in the pipeline of a job: it serves microbatches, and settles rounds.
+
+1. ``serve`` answers other workers until the transport closes.
+2. In each round, ``gradient`` makes the trainer's gradient that of the microbatches which this
+   worker counts. Stage 0 originates microbatches (``Origin``). A later stage waits until stage 0
+   has ended its exchange, and takes the microbatches that origins list.
+3. ``ended`` tells how the exchange of this worker's stage ended, and whether it counts.
+4. ``advance`` begins the next round.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from swarmnet_node.training.pipeline.origin import Origin
+from swarmnet_node.training.pipeline.stage_passes import Boundary, Kept, StagePasses
+from swarmnet_node.training.pipeline.stage_workers import StagedJob, StageWorkers
+from swarmnet_node.training.pipeline.turns import Compute, Turns, Urgency
+from swarmnet_node.training.steps.stage_trainer import StageTrainer
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.errors import ConfigError, NotAuthorised, ProtocolViolation
+from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.net import Buffer, PeerId, Transport
+from swarmnet_protocols.net.protocol_ids import MICROBATCH, STEP
+from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
+from swarmnet_protocols.training.jobs import SealedJob
+from swarmnet_protocols.training.pipeline.ledger import Accounts, StepEnd, commits
+from swarmnet_protocols.training.pipeline.microbatches import (
+    Microbatch,
+    MicrobatchClient,
+    MicrobatchId,
+    ToCaller,
+    answer_microbatch,
+    microbatch_from_wire,
+)
+from swarmnet_protocols.training.pipeline.step_streams import ToOrigin, end_from_wire, listing_from_wire
+from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND
+from swarmnet_protocols.training.rounds.round_runner import Outcome
+from swarmnet_protocols.wire import pipeline_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2
+
+_log = logging.getLogger(__name__)
+
+MAX_OPEN = 16
+"""Microbatches of one caller that are open here. The caller passes over a worker that is full."""
+ROUND_WAIT_S = 20.0
+"""Seconds that a request of the next round waits for this worker to reach it."""
+NEWS_S = 2.0
+"""Seconds that a stage waits for news of the origins between two exchanges of a round."""
+
+
+class Pipeline:
+    """The pipeline of a job with ``stages`` stages, at one worker."""
+
+    def __init__(self, job: StagedJob, passes: StagePasses, compute: Compute, *, batch: int) -> None:
+        """``batch``: the microbatches of an origin's batch."""
+        self._job = job
+        self._stage = passes.trainer.stage
+        self._workers = job.workers
+        self._passes = passes
+        self._compute = compute
+        self._batch = batch
+        self._turns = Turns(compute)
+        self._client = MicrobatchClient(job.transport, job.id, job.timing)
+        self._origin = None if self._stage else Origin(job, passes, self._turns, compute)
+        self._round = 0
+        self._kept: dict[MicrobatchId, Kept] = {}
+        self._accounts: dict[int, Accounts] = {}
+        self._attempts: dict[int, tuple[PeerId, ...]] = {}
+        """The contributors of the last exchange of a round that was not committed."""
+        self._settled: Accounts | None = None
+        self._open: Counter[PeerId] = Counter()
+        self._hearing = 0
+        """Conversations of origins that are open. Each lasts until all stages have committed."""
+        self._is_behind = False
+        self._stopped = False
+        self._news = asyncio.Condition()
+
+    @classmethod
+    def of(
+        cls,
+        sealed: SealedJob,
+        trainer: StageTrainer,
+        transport: Transport,
+        directory: Directory,
+        compute: Compute,
+        timing: Timing,
+    ) -> "Pipeline":
+        """Return the pipeline of a job at the worker of ``trainer``'s stage."""
+        job, id = sealed.job, bytes.fromhex(sealed.id)
+        if job.stages is None:
+            raise ConfigError("this job has no stages")
+        sequences = job.training.microbatch or job.training.batch_size
+        boundary = Boundary(
+            BOUNDARY_CODECS[job.stages.codec],
+            sequences,
+            sequences * job.data.sequence_length,
+            trainer.width,
+            job.job.seed,
+        )
+        workers = StageWorkers(directory, id, job.stages.count, transport.peer_id)
+        passes = StagePasses(trainer, boundary)
+        batch = job.training.batch_size // sequences
+        return cls(StagedJob(id, job.stages.count, transport, workers, timing), passes, compute, batch=batch)
+
+    async def serve(self) -> None:
+        """Serve other workers until the transport closes."""
+        await MICROBATCH.serve(self._job.transport, self._answer, self._job.timing)
+        await STEP.serve(self._job.transport, self._hear, self._job.timing)
+
+    async def close(self) -> None:
+        """End all conversations."""
+        if self._origin is not None:
+            await self._origin.close()
+
+    async def finish(self, within_s: float) -> None:
+        """Wait until no other worker needs what this one keeps, but at most ``within_s``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s), self._news:
+                if self._origin is not None:
+                    await self._origin.done()
+                await self._news.wait_for(lambda: not self._hearing)
+
+    def stop(self) -> None:
+        """Make ``gradient`` return without waiting for another round."""
+        self._stopped = True
+        self._stopping = asyncio.create_task(self._notify())
+
+    async def advance(self, round: int) -> None:
+        """Begin ``round`` with the present weights."""
+        self._round, self._is_behind = round, False
+        await self._compute(self._passes.restart)
+        self._kept = {id: kept for id, kept in self._kept.items() if id.round >= round - 1}
+        for kept in self._kept.values():
+            kept.graph = kept.leaf = None
+        self._accounts = {each: accounts for each, accounts in self._accounts.items() if each >= round}
+        self._attempts = {}
+        self._settled = None
+        await self._notify()
+
+    async def gradient(self, round: int, slot: int) -> bool:
+        """Make the trainer's gradient that of this worker's microbatches in ``round``.
+
+        Returns False if this worker may be behind, or stops.
+        """
+        if self._origin is not None:
+            await self._origin.originate(round, slot)
+            return not self._stopped
+
+        def is_news() -> bool:
+            accounts = self._accounts.get(round)
+            return accounts is not None and accounts.end() is not None and accounts != self._settled
+
+        async with self._news:
+            if self._settled is None:
+                await self._news.wait_for(lambda: is_news() or self._is_behind or self._stopped)
+            else:  # an exchange of this round lacked microbatches
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(NEWS_S):
+                        await self._news.wait_for(lambda: is_news() or self._is_behind or self._stopped)
+        if self._is_behind or self._stopped:
+            return False
+        accounts = self._accounts[round]
+        self._settled = Accounts(
+            {origin: dict(listed) for origin, listed in accounts.lists.items()}, dict(accounts.ends)
+        )
+        counted = {id: tokens for id, tokens in accounts.counted(round).items() if self._has(id)}
+        await self._turns.run(Urgency.BACKWARD, lambda: self._passes.settle(counted, self._kept))
+        return True
+
+    def is_discarded(self, round: int) -> bool:
+        """Return whether stage 0 has discarded a round, so that every stage does."""
+        end = self._accounts[round].end() if round in self._accounts else None
+        return end is not None and not end.tokens
+
+    async def ended(self, round: int, exchange_number: int, outcome: Outcome) -> bool:
+        """Note the end of an exchange of this worker's stage. Return whether its outcome counts.
+
+        If not, the stage repeats the exchange.
+        """
+        contributors = outcome.all_contributors()
+        if self._origin is not None:
+            end = StepEnd((), 0) if outcome.average is None else StepEnd(contributors, int(outcome.tokens))
+            await self._origin.ended(round, end)
+            return True
+        end_here = self._accounts[round].end() if round in self._accounts else None
+        attempt = exchange_number - round * EXCHANGES_PER_ROUND
+        tokens = outcome.tokens if outcome.average is not None else -1.0
+        if end_here is not None and commits(end_here, tokens, attempt):
+            return True
+        self._attempts[round] = contributors
+        await self._notify()
+        return False
+
+    # ---- microbatches -------------------------------------------------------------------------
+
+    async def _answer(self, stream: ToCaller) -> None:
+        request, _ = await stream.receive()
+        microbatch = microbatch_from_wire(
+            request.begin,
+            job=self._job.id,
+            stages=self._job.stages,
+            count=self._batch,
+            sender=stream.peer,
+            receiver=self._job.transport.peer_id,
+        )
+        if microbatch.stage % self._job.stages != self._stage:
+            raise ProtocolViolation(f"this worker has stage {self._stage}")
+        await self._workers.check(stream.peer, microbatch.stage - 1)
+        if self._stage and microbatch.id.origin != stream.peer:
+            await self._workers.check(microbatch.id.origin, 0)
+        kept: list[Kept] = []
+
+        async def admit() -> bool:
+            kept.append(await self._admit(microbatch))
+            return kept[0].inputs is not None
+
+        async def gradient(inputs: Buffer | None) -> Buffer:
+            async with kept[0].lock:
+                if kept[0].inputs is None:
+                    kept[0].inputs = inputs
+                return await self._gradient(microbatch, kept[0])
+
+        with self._place(stream.peer):
+            await answer_microbatch(
+                stream, self._job.timing, admit, self._passes.boundary.size_bytes, gradient
+            )
+
+    @contextmanager
+    def _place(self, caller: PeerId) -> Iterator[None]:
+        """Count an open microbatch of a caller. Raises ``Refusal`` if it has too many."""
+        if self._open[caller] >= MAX_OPEN:
+            raise Refusal(refusal_pb2.REASON_OVERLOADED, "too many open microbatches", 1.0)
+        self._open[caller] += 1
+        try:
+            yield
+        finally:
+            self._open[caller] -= 1
+            self._open += Counter()
+
+    async def _admit(self, microbatch: Microbatch) -> Kept:
+        """Return what is kept of a microbatch. Raises ``Refusal`` if it is not of this round."""
+        id = microbatch.id
+        if microbatch.is_home:
+            found = None if self._origin is None else self._origin.home(id)
+            if found is None:
+                raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this microbatch is not under way")
+            return found[0]
+        await self._reach(id.round)
+        if id not in self._kept and id.round < self._round:
+            raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"round {id.round} is over here")
+        return self._kept.setdefault(id, Kept())
+
+    async def _reach(self, round: int) -> None:
+        """Wait until this worker is at ``round`` or later. Raises ``Refusal`` if it is behind."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ROUND_WAIT_S), self._news:
+                await self._news.wait_for(lambda: self._round >= round or round > self._round + 1)
+        if self._round < round:
+            self._is_behind = True
+            await self._notify()
+            raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"this worker is at round {self._round}", 1.0)
+
+    async def _gradient(self, microbatch: Microbatch, kept: Kept) -> Buffer:
+        """Return the gradient of a microbatch's inputs.
+
+        Compute what is not known yet. Ask the next worker unless the rest of the chain has already
+        computed it.
+        """
+        id, passes = microbatch.id, self._passes
+        if microbatch.is_home:
+            found = None if self._origin is None else self._origin.home(id)
+            if found is not None:
+                batch = found[1]
+                await self._turns.run(Urgency.BACKWARD, lambda: passes.end(kept, batch, id))
+        else:
+            if kept.outputs is None:
+                self._check_round(id)
+                await self._turns.run(Urgency.FORWARD, lambda: passes.forward(kept))
+            if kept.grad_inputs is None or kept.rest != microbatch.rest:
+                onward = microbatch.onward()
+                addresses = self._workers.addresses(onward.stage % self._job.stages, onward.receiver)
+                gradient = await self._client.gradient(
+                    onward, addresses, kept.outputs or b"", passes.boundary.size_bytes
+                )
+                if kept.grad_inputs is None:
+                    self._check_round(id)
+                    await self._turns.run(Urgency.BACKWARD, lambda: passes.backward(kept, gradient, id))
+                kept.rest = microbatch.rest
+        if kept.grad_inputs is None:
+            raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "the round of this microbatch is over")
+        return kept.grad_inputs
+
+    def _check_round(self, id: MicrobatchId) -> None:
+        if id.round != self._round:
+            raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"round {id.round} is over here")
+
+    def _has(self, id: MicrobatchId) -> bool:
+        kept = self._kept.get(id)
+        return kept is not None and kept.grad_inputs is not None
+
+    # ---- the end of a round -------------------------------------------------------------------
+
+    async def _hear(self, stream: ToOrigin) -> None:
+        """Hear an origin about one round, until this worker's stage has committed it."""
+        if not self._stage:
+            raise NotAuthorised("stage 0 has origins only")
+        await self._workers.check(stream.peer, 0)
+        first, _ = await stream.receive()
+        round = first.listing.round
+        listed = self._listing(first.listing)
+        heartbeat = pb.StepReply(heartbeat=pb.Heartbeat())
+
+        async def converse() -> None:
+            await self._reach(round)
+            await race(self._note(stream, round, listed), self._say(stream, round))
+
+        self._hearing += 1
+        try:
+            await race(converse(), stream.send_heartbeats(self._job.timing.heartbeat_s, lambda: heartbeat))
+        finally:
+            self._hearing -= 1
+            await self._notify()
+
+    def _listing(self, wire: pb.Listing) -> dict[int, int]:
+        most = self._passes.boundary.positions
+        return listing_from_wire(wire, job=self._job.id, count=self._batch, most=most)
+
+    async def _note(self, stream: ToOrigin, round: int, listed: dict[int, int]) -> None:
+        origin = stream.peer
+        while True:
+            if round >= self._round:
+                accounts = self._accounts.setdefault(round, Accounts())
+                accounts.lists[origin] = listed
+                missing = [number for number in listed if not self._has(MicrobatchId(round, origin, number))]
+                await stream.send(pb.StepReply(listed=pb.Listed(missing=missing)))
+                await self._notify()
+            request, _ = await stream.receive()
+            while request.HasField("end"):
+                if round >= self._round:
+                    self._accounts.setdefault(round, Accounts()).ends[origin] = end_from_wire(request.end)
+                    await self._notify()
+                request, _ = await stream.receive()
+            listed = self._listing(request.listing)
+            if request.listing.round != round:
+                raise ProtocolViolation("the listing of another round")
+
+    async def _say(self, stream: ToOrigin, round: int) -> None:
+        said: tuple[PeerId, ...] | None = None
+        while self._round <= round:
+            attempt = self._attempts.get(round)
+            if attempt is not None and attempt != said:
+                await stream.send(pb.StepReply(attempt=pb.Attempt(contributors=attempt)))
+                said = attempt
+            async with self._news:
+                if self._round <= round and self._attempts.get(round) == attempt:
+                    await self._news.wait()
+        await stream.send(pb.StepReply(committed=pb.Committed()))
+        await asyncio.Event().wait()  # the origin ends the conversation
+
+    async def _notify(self) -> None:
+        async with self._news:
+            self._news.notify_all()

@@ -1,0 +1,162 @@
+"""The computation of one worker for microbatches, and what it keeps of them.
+
+Until a round is committed in all stages, a worker keeps the inputs of a microbatch, its outputs,
+the gradient that it got and the one that it answered. So a microbatch that comes again, because
+another worker failed, is answered from memory.
+
+All methods run on the computing thread.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import torch
+
+from swarmnet_node.training.steps.stage_trainer import StageTrainer
+from swarmnet_node.training.steps.trainer import StepReport
+from swarmnet_protocols.net import Buffer, PeerId
+from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.training.codecs.boundary import BoundaryCodec, rounding_seed
+from swarmnet_protocols.training.pipeline.microbatches import MicrobatchId
+from swarmnet_protocols.wire import refusal_pb2
+
+
+@dataclass(eq=False)
+class Kept:
+    """What a worker keeps of one microbatch. Buffers are encoded tensors."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    inputs: Buffer | None = None
+    outputs: Buffer | None = None
+    grad_outputs: Buffer | None = None
+    grad_inputs: Buffer | None = None
+    rest: tuple[PeerId, ...] | None = None
+    """The later workers that have computed it."""
+    leaf: torch.Tensor | None = None
+    """The inputs of ``graph``."""
+    graph: torch.Tensor | None = None
+    """The outputs, until the backward pass."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The form of the tensors between stages."""
+
+    codec: BoundaryCodec
+    sequences: int
+    positions: int
+    width: int
+    seed: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.codec.size_bytes(self.positions, self.width)
+
+    def decode(self, data: Buffer) -> torch.Tensor:
+        return self.codec.decode(data, self.positions, self.width)
+
+    def outputs(self, values: torch.Tensor) -> Buffer:
+        """Encode outputs. Raises ``Refusal`` if a value is not finite."""
+        return self._encoded(values, None)
+
+    def gradient(self, values: torch.Tensor | None, id: MicrobatchId, stage: int) -> Buffer:
+        """Encode the gradient of a stage's inputs. Raises ``Refusal`` if a value is not finite."""
+        if values is None:
+            raise Refusal(refusal_pb2.REASON_INTERNAL, "this stage does not depend on its inputs")
+        origin = int.from_bytes(sha256(id.origin.encode()).digest()[:8])
+        return self._encoded(values, rounding_seed(self.seed, (id.round, origin, id.number), stage))
+
+    def _encoded(self, values: torch.Tensor, seed: int | None) -> Buffer:
+        try:
+            return self.codec.encode(values, seed)
+        except ValueError as error:
+            raise Refusal(refusal_pb2.REASON_NOT_FINITE, str(error)) from error
+
+
+class StagePasses:
+    """Forward and backward passes of one stage, for one round after another."""
+
+    def __init__(self, trainer: StageTrainer, boundary: Boundary) -> None:
+        self.trainer = trainer
+        self.boundary = boundary
+        self.losses: dict[int, float] = {}
+        """The summed losses of this worker's own microbatches, by number."""
+        self._accumulated: list[MicrobatchId] = []
+        """The microbatches in the trainer's gradient, once for each time that they were added."""
+        self._seconds = 0.0
+
+    def restart(self) -> None:
+        """Forget the gradient, because a round begins."""
+        self.trainer.free_gradients()
+        self._accumulated, self.losses, self._seconds = [], {}, 0.0
+
+    def begin(self, kept: Kept, batch: torch.Tensor) -> None:
+        """Compute the outputs of stage 0."""
+        started = time.perf_counter()
+        kept.graph = self.trainer.begin(batch)
+        kept.outputs = self.boundary.outputs(kept.graph)
+        self._seconds += time.perf_counter() - started
+
+    def finish(self, kept: Kept, gradient: Buffer) -> None:
+        """Run the graph of ``begin`` backwards, because the microbatch is home."""
+        started = time.perf_counter()
+        if kept.graph is not None:
+            self.trainer.accumulate(kept.graph, self.boundary.decode(gradient))
+            kept.graph = None
+        self._seconds += time.perf_counter() - started
+
+    def end(self, kept: Kept, batch: torch.Tensor, id: MicrobatchId) -> None:
+        """Compute the loss of a microbatch, and the gradient of the last stage's outputs."""
+        if kept.grad_inputs is None and kept.inputs is not None:
+            started = time.perf_counter()
+            leaf = self.boundary.decode(kept.inputs).requires_grad_()
+            loss = self.trainer.end(leaf, batch)
+            gradient = self.trainer.accumulate(loss, None, leaf)
+            self.losses[id.number] = float(loss.detach())
+            kept.grad_inputs = self.boundary.gradient(gradient, id, 0)
+            self._seconds += time.perf_counter() - started
+
+    def forward(self, kept: Kept) -> None:
+        """Compute the outputs of a later stage, unless they are known."""
+        if kept.outputs is None and kept.inputs is not None:
+            started = time.perf_counter()
+            kept.leaf = self.boundary.decode(kept.inputs).requires_grad_()
+            kept.graph = self.trainer.forward(kept.leaf, self.boundary.sequences)
+            kept.outputs = self.boundary.outputs(kept.graph)
+            self._seconds += time.perf_counter() - started
+
+    def backward(self, kept: Kept, gradient: Buffer, id: MicrobatchId) -> None:
+        """Compute the gradient of a later stage's inputs, unless it is known."""
+        if kept.grad_inputs is None and kept.graph is not None:
+            started = time.perf_counter()
+            decoded = self.boundary.decode(gradient)
+            graph, leaf, kept.graph, kept.leaf = kept.graph, kept.leaf, None, None
+            outputs, kept.outputs = kept.outputs, None  # without a gradient, all is computed again
+            self._accumulated.append(id)
+            values = self.trainer.accumulate(graph, decoded, leaf)
+            kept.grad_inputs = self.boundary.gradient(values, id, self.trainer.stage)
+            kept.grad_outputs, kept.outputs = gradient, outputs
+            self._seconds += time.perf_counter() - started
+
+    def settle(self, counted: Mapping[MicrobatchId, int], kept: Mapping[MicrobatchId, Kept]) -> None:
+        """Make the trainer's gradient that of exactly the ``counted`` microbatches.
+
+        ``counted``: their tokens. Usually that is what it is already. Otherwise all are computed
+        again, because a sum cannot be undone exactly.
+        """
+        if sorted(self._accumulated) != sorted(counted):
+            self.trainer.free_gradients()
+            self._accumulated = []
+            for id in sorted(counted):
+                again = Kept(inputs=kept[id].inputs)
+                self.forward(again)
+                if (gradient := kept[id].grad_outputs) is not None:
+                    self.backward(again, gradient, id)
+        self.trainer.report = StepReport(0.0, sum(counted.values()), self._seconds)
+
+    def settle_own(self, tokens: int) -> None:
+        """Report the gradient of this worker's own microbatches, which are all home."""
+        self.trainer.report = StepReport(sum(self.losses.values()) / max(1, tokens), tokens, self._seconds)

@@ -1,0 +1,86 @@
+"""The workers of all stages of a job, as the directory lists them."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.errors import NotAuthorised
+from swarmnet_protocols.machine.aio import all_of
+from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.job_records import find_workers
+from swarmnet_protocols.training.pipeline.stages import stage_key
+from swarmnet_protocols.training.rounds.terms import RoundMember
+
+REFRESH_S = 5.0
+"""Seconds between two reads of the directory. With less, a large job asks it too often. With more,
+a newcomer waits longer for its first microbatch."""
+LEAST_S = 0.5
+"""Seconds between two reads that something unknown causes. Strangers could else cause many."""
+AVOID_S = 5.0
+"""Seconds that a failed worker gets no microbatch. With less, each microbatch waits for a dead one
+again. With more, a worker that was cut off for a moment stays idle."""
+BUSY_S = 0.3
+"""Seconds that a busy worker gets no microbatch."""
+
+
+class StageWorkers:
+    """The workers of each stage of ``job_id`` except ``me``."""
+
+    def __init__(self, directory: Directory, job_id: bytes, stages: int, me: PeerId) -> None:
+        self._directory = directory
+        self._keys = [stage_key(job_id, stage).hex() for stage in range(stages)]
+        self._me = me
+        self._found: list[dict[PeerId, RoundMember]] = [{} for _ in self._keys]
+        self._avoided: dict[PeerId, float] = {}
+        self._read_s = -math.inf
+
+    def of(self, stage: int) -> dict[PeerId, RoundMember]:
+        return self._found[stage]
+
+    def addresses(self, stage: int, peer: PeerId) -> tuple[str, ...]:
+        known = self._found[stage].get(peer)
+        return () if known is None else known.addresses
+
+    def candidates(self, stage: int) -> Sequence[PeerId]:
+        """Return the workers of a stage that have not just failed."""
+        now = asyncio.get_running_loop().time()
+        return [peer for peer in self._found[stage] if self._avoided.get(peer, now) <= now]
+
+    def avoid(self, peer: PeerId, *, busy: bool) -> None:
+        """Leave a worker out of ``candidates`` for a while."""
+        now = asyncio.get_running_loop().time()
+        self._avoided[peer] = max(self._avoided.get(peer, now), now + (BUSY_S if busy else AVOID_S))
+        self._avoided = {each: until for each, until in self._avoided.items() if until > now}
+
+    async def check(self, peer: PeerId, stage: int) -> None:
+        """Raise ``NotAuthorised`` unless ``peer`` is a worker of a stage."""
+        if peer not in self._found[stage]:
+            await self.refresh(LEAST_S)
+        if peer not in self._found[stage]:
+            raise NotAuthorised(f"{peer} is no worker of stage {stage} of this job")
+
+    async def refresh(self, at_most_every_s: float = REFRESH_S) -> None:
+        """Read the directory, unless it was just read."""
+        now = asyncio.get_running_loop().time()
+        if now - self._read_s < at_most_every_s:
+            return
+        self._read_s = now
+        for stage, found in enumerate(
+            await all_of(*(find_workers(self._directory, key) for key in self._keys))
+        ):
+            if found:  # otherwise the directory did not answer
+                self._found[stage] = {each.peer: each for each in found if each.peer != self._me}
+
+
+@dataclass(frozen=True)
+class StagedJob:
+    """A job with ``stages`` stages, and this worker's way to the others."""
+
+    id: bytes
+    stages: int
+    transport: Transport
+    workers: StageWorkers
+    timing: Timing

@@ -1,0 +1,59 @@
+"""The order of computations on a worker's one computing thread."""
+
+import asyncio
+import heapq
+from collections.abc import Awaitable, Callable
+from enum import IntEnum
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Compute(Protocol):
+    """Runs a function on the computing thread."""
+
+    def __call__(self, function: Callable[[], T]) -> Awaitable[T]: ...
+
+
+class Urgency(IntEnum):
+    """A backward pass frees memory here and work elsewhere, so it comes before forward passes."""
+
+    BACKWARD = 0
+    FORWARD = 1
+    BEGIN = 2
+
+
+class Turns:
+    """Runs one computation at a time, the most urgent one next."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._count = 0
+        self._busy = False
+
+    async def run(self, urgency: Urgency, work: Callable[[], T]) -> T:
+        """Run ``work`` on the computing thread when it is its turn."""
+        if self._busy:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._count += 1
+            heapq.heappush(self._waiting, (urgency, self._count, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._pass_on()
+                raise
+        self._busy = True
+        try:
+            return await self._compute(work)
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._busy = False

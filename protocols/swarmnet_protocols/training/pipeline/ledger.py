@@ -1,0 +1,113 @@
+"""The books of a round: which worker counts which microbatch. Pure.
+
+An origin has a ``Ledger`` of its own microbatches. Every other worker has ``Accounts``: the entries
+of all origins that name it. A worker counts a microbatch only if an origin lists it, so no
+microbatch counts twice. A stage commits a round only if its exchange has the tokens of all
+microbatches, so none is lost.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training.pipeline.microbatches import MicrobatchId
+
+MAX_ATTEMPTS = 8
+"""Exchanges of a stage in one round. The last one commits what it has, because a stage that waits
+for a lost microbatch for ever trains nothing."""
+
+
+@dataclass
+class Ledger:
+    """An origin's microbatches of one round, and their workers."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Predicted tokens of each microbatch that is home."""
+    chains: dict[int, tuple[PeerId, ...]] = field(default_factory=dict)
+    """The workers of stages 1, 2, ... that computed each microbatch."""
+    confirmed: dict[PeerId, dict[int, int]] = field(default_factory=dict)
+    """What each worker has confirmed to count."""
+
+    def enter(self, number: int, chain: tuple[PeerId, ...], tokens: int) -> None:
+        """Enter a microbatch that is home, or that came home again with other workers."""
+        self.chains[number], self.tokens[number] = chain, tokens
+
+    def listed(self, peer: PeerId) -> dict[int, int]:
+        """Return the microbatches that a worker counts, with their tokens."""
+        return {number: self.tokens[number] for number, chain in self.chains.items() if peer in chain}
+
+    def workers(self, stage: int) -> set[PeerId]:
+        """Return the workers of a stage that count a microbatch."""
+        return {chain[stage - 1] for chain in self.chains.values()}
+
+    def confirm(self, peer: PeerId, listed: Mapping[int, int], missing: Collection[int]) -> None:
+        """Note a worker's answer to a listing."""
+        self.confirmed[peer] = {number: tokens for number, tokens in listed.items() if number not in missing}
+
+    @property
+    def is_confirmed(self) -> bool:
+        """True if every worker has confirmed what it counts."""
+        peers = {peer for chain in self.chains.values() for peer in chain}
+        return all(self.confirmed.get(peer) == self.listed(peer) for peer in peers)
+
+    def absent(self, stage: int, contributors: Collection[PeerId]) -> set[PeerId]:
+        """Return the workers of a stage whose microbatches an exchange did not have.
+
+        Empty unless most workers of the stage were in the exchange.
+        """
+        workers = self.workers(stage)
+        found = workers - set(contributors)
+        return found if 2 * len(found) < len(workers) else set()
+
+    def take_back(self, stage: int, contributors: Collection[PeerId]) -> None:
+        """Enter microbatches again for ``contributors`` that still count them.
+
+        The origin gave these to other workers, because it could not reach the contributors.
+        """
+        for peer in contributors:
+            for number in self.confirmed.get(peer, {}):
+                chain = list(self.chains[number])
+                if peer not in chain:
+                    chain[stage - 1] = peer
+                    self.chains[number] = tuple(chain)
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """The end of a round in stage 0: the origins that count, and their tokens."""
+
+    origins: tuple[PeerId, ...]
+    tokens: int
+
+
+@dataclass
+class Accounts:
+    """What origins have told one worker of one round."""
+
+    lists: dict[PeerId, dict[int, int]] = field(default_factory=dict)
+    """Origin → microbatch → predicted tokens."""
+    ends: dict[PeerId, StepEnd] = field(default_factory=dict)
+
+    def end(self) -> StepEnd | None:
+        """Return the end that most origins report, or None."""
+        votes = Counter(self.ends.values())
+        return min(votes, key=lambda end: (-votes[end], end.origins, end.tokens)) if votes else None
+
+    def counted(self, round: int) -> dict[MicrobatchId, int]:
+        """Return the microbatches that count here, with their tokens. Empty before the end."""
+        end = self.end()
+        origins: Sequence[PeerId] = end.origins if end is not None else ()
+        return {
+            MicrobatchId(round, origin, number): tokens
+            for origin in sorted(set(origins))
+            for number, tokens in sorted(self.lists.get(origin, {}).items())
+        }
+
+
+def commits(end: StepEnd, tokens: float, attempt: int) -> bool:
+    """Return whether a stage commits an exchange with ``tokens``.
+
+    ``attempt``: the exchanges of this round before it, equal at all members.
+    """
+    return round(tokens) == end.tokens or (attempt >= MAX_ATTEMPTS and 0 <= tokens < end.tokens)

@@ -1,0 +1,123 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class MicrobatchRequest(_message.Message):
+    __slots__ = ("begin", "part")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    begin: Microbatch
+    part: Part
+    def __init__(self, begin: _Optional[_Union[Microbatch, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MicrobatchReply(_message.Message):
+    __slots__ = ("heartbeat", "admitted", "part", "failed")
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    heartbeat: Heartbeat
+    admitted: Admitted
+    part: Part
+    failed: Failed
+    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+
+class Microbatch(_message.Message):
+    __slots__ = ("job", "round", "origin", "number", "stage", "chain")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    job: bytes
+    round: int
+    origin: str
+    number: int
+    stage: int
+    chain: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., origin: _Optional[str] = ..., number: _Optional[int] = ..., stage: _Optional[int] = ..., chain: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Admitted(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: _Optional[bool] = ...) -> None: ...
+
+class Failed(_message.Message):
+    __slots__ = ("stage", "busy")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    busy: bool
+    def __init__(self, stage: _Optional[int] = ..., busy: _Optional[bool] = ...) -> None: ...
+
+class StepRequest(_message.Message):
+    __slots__ = ("heartbeat", "listing", "end")
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    LISTING_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    heartbeat: Heartbeat
+    listing: Listing
+    end: StepEnd
+    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., listing: _Optional[_Union[Listing, _Mapping]] = ..., end: _Optional[_Union[StepEnd, _Mapping]] = ...) -> None: ...
+
+class StepReply(_message.Message):
+    __slots__ = ("heartbeat", "listed", "attempt", "committed")
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    LISTED_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    heartbeat: Heartbeat
+    listed: Listed
+    attempt: Attempt
+    committed: Committed
+    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., listed: _Optional[_Union[Listed, _Mapping]] = ..., attempt: _Optional[_Union[Attempt, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ...) -> None: ...
+
+class Listing(_message.Message):
+    __slots__ = ("job", "round", "numbers", "tokens")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    job: bytes
+    round: int
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., numbers: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Listed(_message.Message):
+    __slots__ = ("missing",)
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    missing: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, missing: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepEnd(_message.Message):
+    __slots__ = ("origins", "tokens")
+    ORIGINS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    origins: _containers.RepeatedScalarFieldContainer[str]
+    tokens: int
+    def __init__(self, origins: _Optional[_Iterable[str]] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class Attempt(_message.Message):
+    __slots__ = ("contributors",)
+    CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    contributors: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, contributors: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

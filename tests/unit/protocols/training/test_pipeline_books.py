@@ -1,0 +1,166 @@
+"""Microbatches by name, the books of a round, and the choice of chains."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.training.pipeline import microbatches, step_streams
+from swarmnet_protocols.training.pipeline.chains import Chains
+from swarmnet_protocols.training.pipeline.ledger import MAX_ATTEMPTS, Accounts, Ledger, StepEnd, commits
+from swarmnet_protocols.training.pipeline.microbatches import (
+    Microbatch,
+    MicrobatchId,
+    microbatch_from_wire,
+    microbatch_to_wire,
+)
+from swarmnet_protocols.wire import pipeline_pb2 as pb
+from tests.defences import Patch, defence
+
+JOB = bytes(range(32))
+ORIGIN, FIRST, SECOND, OTHER = (Identity.from_seed(bytes([number])).peer_id for number in range(4))
+SENT = Microbatch(MicrobatchId(7, ORIGIN, 3), 1, (FIRST, SECOND))
+
+
+def received(wire: pb.Microbatch, **changes: Any) -> Microbatch:
+    expected = {"job": JOB, "stages": 3, "count": 4, "sender": ORIGIN, "receiver": FIRST} | changes
+    return microbatch_from_wire(wire, **expected)
+
+
+def test_a_microbatch_goes_round_the_ring() -> None:
+    assert received(microbatch_to_wire(JOB, SENT)) == SENT
+    second = SENT.onward()
+    assert (second.sender, second.receiver, second.rest) == (FIRST, SECOND, ())
+    home = second.onward()
+    assert (home.sender, home.receiver, home.is_home) == (SECOND, ORIGIN, True)
+    assert received(microbatch_to_wire(JOB, home), sender=SECOND, receiver=ORIGIN) == home
+
+
+def check_nothing(patch: Patch) -> None:
+    def unchecked(wire: pb.Microbatch, **_: Any) -> Microbatch:
+        return Microbatch(
+            MicrobatchId(wire.round, PeerId(wire.origin), wire.number),
+            wire.stage,
+            tuple(map(PeerId, wire.chain)),
+        )
+
+    patch.setattr(microbatches, "microbatch_from_wire", unchecked)
+
+
+@defence("a microbatch comes from the worker before this one in its chain", off=check_nothing)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"job": bytes(32)},
+        {"number": 4},
+        {"stage": 0},
+        {"stage": 4},
+        {"stage": 2},
+        {"origin": OTHER},
+        {"origin": "nobody"},
+        {"chain": [FIRST]},
+        {"chain": [FIRST, FIRST]},
+        {"chain": [FIRST, ORIGIN]},
+        {"chain": [OTHER, SECOND]},
+    ],
+    ids=str,
+)
+def test_a_microbatch_that_goes_elsewhere_is_refused(change: dict[str, Any]) -> None:
+    wire = microbatch_to_wire(JOB, SENT)
+    if "chain" in change:
+        wire.ClearField("chain")
+    with pytest.raises(ProtocolViolation):
+        microbatches.microbatch_from_wire(
+            pb.Microbatch(**{field.name: value for field, value in wire.ListFields()} | change),
+            job=JOB,
+            stages=3,
+            count=4,
+            sender=ORIGIN,
+            receiver=FIRST,
+        )
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        pb.Listing(job=JOB, numbers=[1, 1], tokens=[5, 5]),
+        pb.Listing(job=JOB, numbers=[1, 2], tokens=[5]),
+        pb.Listing(job=JOB, numbers=[4], tokens=[5]),
+        pb.Listing(job=JOB, numbers=[1], tokens=[17]),
+        pb.Listing(numbers=[1], tokens=[5]),
+    ],
+    ids=str,
+)
+def test_a_listing_out_of_range_is_refused(wire: pb.Listing) -> None:
+    with pytest.raises(ProtocolViolation):
+        step_streams.listing_from_wire(wire, job=JOB, count=4, most=16)
+
+
+def test_the_end_of_a_round_names_ordered_peers() -> None:
+    end = StepEnd(tuple(sorted((ORIGIN, FIRST))), 5)
+    assert step_streams.end_from_wire(step_streams.end_to_wire(end).end) == end
+    for wire in (
+        pb.StepEnd(origins=sorted((ORIGIN, FIRST))[::-1]),
+        pb.StepEnd(origins=[ORIGIN, ORIGIN]),
+        pb.StepEnd(origins=["nobody"]),
+        pb.StepEnd(tokens=step_streams.MAX_TOKENS + 1),
+    ):
+        with pytest.raises(ProtocolViolation):
+            step_streams.end_from_wire(wire)
+
+
+def test_a_microbatch_has_one_worker_of_each_stage() -> None:
+    ledger = Ledger()
+    ledger.enter(0, (FIRST, SECOND), 10)
+    ledger.enter(1, (FIRST, OTHER), 6)
+    assert ledger.listed(FIRST) == {0: 10, 1: 6}
+    assert not ledger.is_confirmed
+    for peer in (FIRST, SECOND, OTHER):
+        ledger.confirm(peer, ledger.listed(peer), ())
+    assert ledger.is_confirmed
+    ledger.enter(1, (FIRST, SECOND), 6)  # OTHER cannot be reached any more
+    assert ledger.listed(OTHER) == {}
+    assert not ledger.is_confirmed
+    ledger.take_back(2, [OTHER])  # and yet it was in an exchange
+    assert ledger.listed(OTHER) == {1: 6}
+    assert ledger.listed(SECOND) == {0: 10}
+
+
+def test_only_a_minority_is_absent() -> None:
+    ledger = Ledger()
+    for number, peer in enumerate((FIRST, SECOND, OTHER)):
+        ledger.enter(number, (peer,), 1)
+    assert ledger.absent(1, [FIRST, SECOND]) == {OTHER}
+    assert ledger.absent(1, [FIRST]) == set()
+
+
+def test_a_worker_counts_what_counting_origins_list() -> None:
+    accounts = Accounts({ORIGIN: {0: 10}, OTHER: {0: 6}})
+    assert accounts.end() is None
+    assert accounts.counted(7) == {}
+    accounts.ends = {
+        OTHER: StepEnd((OTHER,), 6),
+        FIRST: StepEnd((ORIGIN,), 10),
+        ORIGIN: StepEnd((ORIGIN,), 10),
+    }
+    assert accounts.end() == StepEnd((ORIGIN,), 10)
+    assert accounts.counted(7) == {MicrobatchId(7, ORIGIN, 0): 10}
+
+
+def test_a_stage_commits_all_tokens_or_fewer_at_last() -> None:
+    end = StepEnd((ORIGIN,), 10)
+    assert [commits(end, tokens, 1) for tokens in (-1, 9, 10, 11)] == [False, False, True, False]
+    assert [commits(end, tokens, MAX_ATTEMPTS) for tokens in (-1, 9, 10, 11)] == [False, True, True, False]
+
+
+def test_chains_follow_speed() -> None:
+    chains = Chains()
+    for _ in range(20):
+        chains.observe(FIRST, 1.0)
+        chains.observe(SECOND, 0.5)
+    drawn = [chains.choose([FIRST, SECOND, OTHER]) for _ in range(90)]
+    assert Counter(drawn) == {FIRST: 20, OTHER: 30, SECOND: 40}
+    assert all(drawn[start : start + 3] != [SECOND] * 3 for start in range(88))
