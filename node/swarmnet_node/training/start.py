@@ -321,7 +321,7 @@ class Training:
             given=self.given,
         )
         checkpoints = CheckpointStore(job_folder(config.data_dir, config.job, stage), self._kept or Kept())
-        return Worker(dependencies, self.sealed, trainer, checkpoints, self._handle)  # type: ignore[arg-type]
+        return Worker(dependencies, self.sealed, trainer, checkpoints, self._handle)
 
     async def _stage(self) -> int | None:
         """Return the stage that this worker trains; None in a job without stages.
