@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from swarmnet_node.training.data.sampler import target_count
-from swarmnet_node.training.pipeline.stage_passes import Kept, StagePasses
+from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
 from swarmnet_node.training.pipeline.stage_workers import StagedJob
 from swarmnet_node.training.pipeline.turns import Compute, Turns, Urgency
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
@@ -25,7 +25,7 @@ from swarmnet_protocols.machine.aio import all_of, cancel, in_background, race
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import STEP
 from swarmnet_protocols.training.pipeline.chains import Chains
-from swarmnet_protocols.training.pipeline.ledger import Ledger, StepEnd
+from swarmnet_protocols.training.pipeline.ledger import MicrobatchLedger, StepEnd
 from swarmnet_protocols.training.pipeline.microbatches import (
     Microbatch,
     MicrobatchClient,
@@ -60,9 +60,9 @@ class _Step:
         self.round = round
         self.slot = slot
         self.batches = batches
-        self.ledger = Ledger()
-        self.begun = {number: Kept() for number in batches}
-        self.home = {number: Kept() for number in batches}
+        self.ledger = MicrobatchLedger()
+        self.begun = {number: KeptMicrobatch() for number in batches}
+        self.home = {number: KeptMicrobatch() for number in batches}
         self.end: StepEnd | None = None
         self.committed: set[int] = set()
         self.told: dict[tuple[int, PeerId], asyncio.Task[None]] = {}
@@ -73,7 +73,7 @@ class _Step:
             self.news.notify_all()
 
 
-class Origin:
+class MicrobatchOrigin:
     """The microbatches that one worker of stage 0 originates."""
 
     def __init__(self, job: StagedJob, passes: StagePasses, turns: Turns, compute: Compute) -> None:
@@ -129,7 +129,7 @@ class Origin:
         """End all conversations."""
         await cancel(*(task for step in self._steps.values() for task in step.told.values()))
 
-    def home(self, id: MicrobatchId) -> tuple[Kept, torch.Tensor] | None:
+    def home(self, id: MicrobatchId) -> tuple[KeptMicrobatch, torch.Tensor] | None:
         """Return what is kept of an own microbatch that comes home, and its tokens."""
         step = self._steps.get(id.round)
         if step is None or id.number not in step.batches:

@@ -2,7 +2,7 @@
 
 1. ``serve`` answers other workers until the transport closes.
 2. In each round, ``gradient`` makes the trainer's gradient that of the microbatches which this
-   worker counts. Stage 0 originates microbatches (``Origin``). A later stage waits until stage 0
+   worker counts. Stage 0 originates microbatches (``MicrobatchOrigin``). A later stage waits until stage 0
    has ended its exchange, and takes the microbatches that origins list.
 3. ``ended`` tells how the exchange of this worker's stage ended, and whether it counts.
 4. ``advance`` begins the next round.
@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from swarmnet_node.training.pipeline.origin import Origin
-from swarmnet_node.training.pipeline.stage_passes import Boundary, Kept, StagePasses
+from swarmnet_node.training.pipeline.origin import MicrobatchOrigin
+from swarmnet_node.training.pipeline.stage_passes import Boundary, KeptMicrobatch, StagePasses
 from swarmnet_node.training.pipeline.stage_workers import StagedJob, StageWorkers
 from swarmnet_node.training.pipeline.turns import Compute, Turns, Urgency
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
@@ -66,9 +66,9 @@ class Pipeline:
         self._batch = batch
         self._turns = Turns(compute)
         self._client = MicrobatchClient(job.transport, job.id, job.timing)
-        self._origin = None if self._stage else Origin(job, passes, self._turns, compute)
+        self._origin = None if self._stage else MicrobatchOrigin(job, passes, self._turns, compute)
         self._round = 0
-        self._kept: dict[MicrobatchId, Kept] = {}
+        self._kept: dict[MicrobatchId, KeptMicrobatch] = {}
         self._accounts: dict[int, Accounts] = {}
         self._attempts: dict[int, tuple[PeerId, ...]] = {}
         """The contributors of the last exchange of a round that was not committed."""
@@ -213,7 +213,7 @@ class Pipeline:
         await self._workers.check(stream.peer, microbatch.stage - 1)
         if self._stage and microbatch.id.origin != stream.peer:
             await self._workers.check(microbatch.id.origin, 0)
-        kept: list[Kept] = []
+        kept: list[KeptMicrobatch] = []
 
         async def admit() -> bool:
             kept.append(await self._admit(microbatch))
@@ -242,7 +242,7 @@ class Pipeline:
             self._open[caller] -= 1
             self._open += Counter()
 
-    async def _admit(self, microbatch: Microbatch) -> Kept:
+    async def _admit(self, microbatch: Microbatch) -> KeptMicrobatch:
         """Return what is kept of a microbatch. Raises ``Refusal`` if it is not of this round."""
         id = microbatch.id
         if microbatch.is_home:
@@ -253,7 +253,7 @@ class Pipeline:
         await self._reach(id.round)
         if id not in self._kept and id.round < self._round:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"round {id.round} is over here")
-        return self._kept.setdefault(id, Kept())
+        return self._kept.setdefault(id, KeptMicrobatch())
 
     async def _reach(self, round: int) -> None:
         """Wait until this worker is at ``round`` or later. Raises ``Refusal`` if it is behind."""
@@ -265,7 +265,7 @@ class Pipeline:
             await self._notify()
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"this worker is at round {self._round}", 1.0)
 
-    async def _gradient(self, microbatch: Microbatch, kept: Kept) -> Buffer:
+    async def _gradient(self, microbatch: Microbatch, kept: KeptMicrobatch) -> Buffer:
         """Return the gradient of a microbatch's inputs.
 
         Compute what is not known yet. Ask the next worker unless the rest of the chain has already

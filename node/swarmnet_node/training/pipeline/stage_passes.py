@@ -25,7 +25,7 @@ from swarmnet_protocols.wire import refusal_pb2
 
 
 @dataclass(eq=False)
-class Kept:
+class KeptMicrobatch:
     """What a worker keeps of one microbatch. Buffers are encoded tensors."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -93,14 +93,14 @@ class StagePasses:
         self.trainer.free_gradients()
         self._accumulated, self.losses, self._seconds = [], {}, 0.0
 
-    def begin(self, kept: Kept, batch: torch.Tensor) -> None:
+    def begin(self, kept: KeptMicrobatch, batch: torch.Tensor) -> None:
         """Compute the outputs of stage 0."""
         started = time.perf_counter()
         kept.graph = self.trainer.begin(batch)
         kept.outputs = self.boundary.outputs(kept.graph)
         self._seconds += time.perf_counter() - started
 
-    def finish(self, kept: Kept, gradient: Buffer) -> None:
+    def finish(self, kept: KeptMicrobatch, gradient: Buffer) -> None:
         """Run the graph of ``begin`` backwards, because the microbatch is home."""
         started = time.perf_counter()
         if kept.graph is not None:
@@ -108,7 +108,7 @@ class StagePasses:
             kept.graph = None
         self._seconds += time.perf_counter() - started
 
-    def end(self, kept: Kept, batch: torch.Tensor, id: MicrobatchId) -> None:
+    def end(self, kept: KeptMicrobatch, batch: torch.Tensor, id: MicrobatchId) -> None:
         """Compute the loss of a microbatch, and the gradient of the last stage's outputs."""
         if kept.grad_inputs is None and kept.inputs is not None:
             started = time.perf_counter()
@@ -119,7 +119,7 @@ class StagePasses:
             kept.grad_inputs = self.boundary.gradient(gradient, id, 0)
             self._seconds += time.perf_counter() - started
 
-    def forward(self, kept: Kept) -> None:
+    def forward(self, kept: KeptMicrobatch) -> None:
         """Compute the outputs of a later stage, unless they are known."""
         if kept.outputs is None and kept.inputs is not None:
             started = time.perf_counter()
@@ -128,7 +128,7 @@ class StagePasses:
             kept.outputs = self.boundary.outputs(kept.graph)
             self._seconds += time.perf_counter() - started
 
-    def backward(self, kept: Kept, gradient: Buffer, id: MicrobatchId) -> None:
+    def backward(self, kept: KeptMicrobatch, gradient: Buffer, id: MicrobatchId) -> None:
         """Compute the gradient of a later stage's inputs, unless it is known."""
         if kept.grad_inputs is None and kept.graph is not None:
             started = time.perf_counter()
@@ -141,7 +141,9 @@ class StagePasses:
             kept.grad_outputs, kept.outputs = gradient, outputs
             self._seconds += time.perf_counter() - started
 
-    def settle(self, counted: Mapping[MicrobatchId, int], kept: Mapping[MicrobatchId, Kept]) -> None:
+    def settle(
+        self, counted: Mapping[MicrobatchId, int], kept: Mapping[MicrobatchId, KeptMicrobatch]
+    ) -> None:
         """Make the trainer's gradient that of exactly the ``counted`` microbatches.
 
         ``counted``: their tokens. Usually that is what it is already. Otherwise all are computed
@@ -151,7 +153,7 @@ class StagePasses:
             self.trainer.free_gradients()
             self._accumulated = []
             for id in sorted(counted):
-                again = Kept(inputs=kept[id].inputs)
+                again = KeptMicrobatch(inputs=kept[id].inputs)
                 self.forward(again)
                 if (gradient := kept[id].grad_outputs) is not None:
                     self.backward(again, gradient, id)

@@ -10,7 +10,13 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.pipeline import microbatches, step_streams
 from swarmnet_protocols.training.pipeline.chains import Chains
-from swarmnet_protocols.training.pipeline.ledger import MAX_ATTEMPTS, Accounts, Ledger, StepEnd, commits
+from swarmnet_protocols.training.pipeline.ledger import (
+    MAX_ATTEMPTS,
+    Accounts,
+    MicrobatchLedger,
+    StepEnd,
+    commits,
+)
 from swarmnet_protocols.training.pipeline.microbatches import (
     Microbatch,
     MicrobatchId,
@@ -113,7 +119,7 @@ def test_the_end_of_a_round_names_ordered_peers() -> None:
 
 
 def test_a_microbatch_has_one_worker_of_each_stage() -> None:
-    ledger = Ledger()
+    ledger = MicrobatchLedger()
     ledger.enter(0, (FIRST, SECOND), 10)
     ledger.enter(1, (FIRST, OTHER), 6)
     assert ledger.listed(FIRST) == {0: 10, 1: 6}
@@ -130,7 +136,7 @@ def test_a_microbatch_has_one_worker_of_each_stage() -> None:
 
 
 def test_only_a_minority_is_absent() -> None:
-    ledger = Ledger()
+    ledger = MicrobatchLedger()
     for number, peer in enumerate((FIRST, SECOND, OTHER)):
         ledger.enter(number, (peer,), 1)
     assert ledger.absent(1, [FIRST, SECOND]) == {OTHER}
