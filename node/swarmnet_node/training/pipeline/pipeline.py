@@ -2,8 +2,8 @@
 
 1. ``serve`` answers other workers until the transport closes.
 2. In each round, ``gradient`` makes the trainer's gradient that of the microbatches which this
-   worker counts. Stage 0 originates microbatches (``MicrobatchOrigin``). A later stage waits until stage 0
-   has ended its exchange, and takes the microbatches that origins list.
+   worker counts. Stage 0 originates microbatches (``MicrobatchOrigin``). A later stage waits until
+   stage 0 has ended its exchange, and takes the microbatches that origins list.
 3. ``ended`` tells how the exchange of this worker's stage ended, and whether it counts.
 4. ``advance`` begins the next round.
 """

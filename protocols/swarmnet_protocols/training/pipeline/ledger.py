@@ -1,8 +1,8 @@
 """The books of a round: which worker counts which microbatch. Pure.
 
-An origin has a ``MicrobatchLedger`` of its own microbatches. Every other worker has ``Accounts``: the entries
-of all origins that name it. A worker counts a microbatch only if an origin lists it, so no
-microbatch counts twice. A stage commits a round only if its exchange has the tokens of all
+An origin has a ``MicrobatchLedger`` of its own microbatches. Every other worker has ``Accounts``:
+the entries of all origins that name it. A worker counts a microbatch only if an origin lists it, so
+no microbatch counts twice. A stage commits a round only if its exchange has the tokens of all
 microbatches, so none is lost.
 """
 
@@ -86,7 +86,7 @@ class Accounts:
     """What origins have told one worker of one round."""
 
     lists: dict[PeerId, dict[int, int]] = field(default_factory=dict)
-    """MicrobatchOrigin → microbatch → predicted tokens."""
+    """Origin → microbatch → predicted tokens."""
     ends: dict[PeerId, StepEnd] = field(default_factory=dict)
 
     def end(self) -> StepEnd | None:
