@@ -13,11 +13,13 @@ its own contents.
 
 import hashlib
 import json
+import mmap
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,13 +33,13 @@ from swarmnet_node.training.collecting import write_collected
 from swarmnet_node.training.data.corpus import END_OF_DOCUMENT
 from swarmnet_node.training.job_store import job_folder, load_local_files, load_stored_job
 from swarmnet_node.training.model import read_model, update_json
-from swarmnet_node.training.shared_state import pack
+from swarmnet_node.training.shared_state import pack, unpack
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.machine.files import UNFINISHED, creating
 from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import sha256_of
 from swarmnet_protocols.models.peft_adapters import CONFIG_FILE
-from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.training.job_settings import BYTES, Job, is_published
 
 _PROGRESS = "progress.json"
@@ -103,7 +105,11 @@ class CheckpointStore:
         self._root = root
         self._kept = kept
 
-    def save(self, checkpoint: WorkerCheckpoint, write_model: Callable[[Path, Tensor], None]) -> Path:
+    def save(
+        self,
+        checkpoint: WorkerCheckpoint,
+        write_model: Callable[[Path, Tensor], None],
+    ) -> Path:
         """Write a checkpoint and remove the oldest. Return its folder.
 
         ``write_model`` is ``Trainer.write``. Raises ``OutOfResources`` if the disk is full or
@@ -117,15 +123,34 @@ class CheckpointStore:
             number = int(folders[0].name.rpartition("-")[2]) + 1 if folders else 1
             target = self._root / f"checkpoint-{number:08d}"
             with creating(target, mode=0o755) as folder:
-                write_model(folder, checkpoint.parameters)
                 (folder / _STATE).mkdir()
                 for name in ("optimizer", "outer"):
                     with (folder / _STATE / f"{name}.safetensors").open("wb") as stream:
                         stream.writelines(pack(getattr(checkpoint, name)))
+                write_model(folder, checkpoint.parameters)
                 _write_progress(folder, checkpoint)
             for old in self._folders()[self._kept.newest :]:
                 shutil.rmtree(old)
         return target
+
+    def spill(self, pieces: Iterable[Buffer]) -> memoryview:
+        """Return a copy of ``pieces`` on the disk. It takes no memory, and ends with its last
+        reference. Raises ``OutOfResources`` if the disk is full or fails."""
+        with _disk_errors(self._root):
+            self._root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._root) as file:
+                file.writelines(pieces)
+                file.flush()
+                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+    def set_apart(self, checkpoint: WorkerCheckpoint) -> WorkerCheckpoint:
+        """Return the checkpoint with a copy of the optimizer's state on the disk.
+
+        Then steps may change it. Raises ``OutOfResources``.
+        """
+        if not checkpoint.optimizer:
+            return checkpoint
+        return replace(checkpoint, optimizer=unpack(self.spill(pack(checkpoint.optimizer))))
 
     def set_aside(self) -> None:
         """Copy the newest valid checkpoint to ``before-catch-up-ROUND``.

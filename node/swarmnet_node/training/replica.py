@@ -17,6 +17,7 @@ from swarmnet_node.training.steps.trainer import StepReport, Trainer
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
+from swarmnet_protocols.training.codecs.values import Difference, Values
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.methods import OWN, Average, ZeroOrder
 from swarmnet_protocols.training.methods.arithmetic import add_scaled
@@ -49,11 +50,16 @@ class Replica:
         """Run the inner steps [first, end) of a round on the slot's share of the data."""
         return self._whole.steps(round, slot, end - first, first=first)
 
-    def contribution(self, round: int, slot: int) -> tuple[torch.Tensor, StepReport]:
+    def contribution(self, round: int, slot: int) -> tuple[Values, StepReport]:
         """Return the contribution to a round, and the work done for it after the inner steps.
 
-        The contribution is ``[end - start]`` of ``method.range(round)``.
+        The contribution is ``[end - start]`` of ``method.range(round)``, and valid until the next
+        inner step.
         """
+        method = self.method
+        is_difference = isinstance(method, OuterMethod) and method.contributes_difference
+        if is_difference and self._feedback is None and not method.overlap_steps:
+            return Difference(method.agreed(), self.trainer.view()), NO_STEPS
         values, report = self._own_contribution(round, slot)
         if self._feedback is not None:
             values = self._feedback.send(round, self.method.range(round)[0], values)
@@ -111,13 +117,10 @@ class Replica:
         return params_hash(self.method.agreed())
 
     def pack_shared(self) -> list[Buffer]:
-        """Return the shared state as buffers that later steps do not change.
-
-        With slopes, ``apply`` changes them.
-        """
+        """Return the shared state as buffers, which only ``apply`` changes."""
         inner = {}
         if self.method.kind == "gradients":
-            inner = self.trainer.optimizer_state()
+            inner = {name: each.clone() for name, each in self.trainer.optimizer_state().items()}
         agreed = self.method.agreed().to("cpu")
         return SharedState(self.revision, agreed, self.method.state(), inner).pack()
 
@@ -149,7 +152,10 @@ class Replica:
             self._feedback.restore(residual)
 
     def checkpoint(self, job_id: str, round: int, excluded: tuple[PeerId, ...] = ()) -> WorkerCheckpoint:
-        """Return a checkpoint of the replica, which later steps do not change."""
+        """Return a checkpoint of the replica.
+
+        The next inner step changes its optimizer's state, and ``apply`` the rest.
+        """
         return WorkerCheckpoint(
             job_id=job_id,
             round=round,

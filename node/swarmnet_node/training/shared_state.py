@@ -78,7 +78,7 @@ def pack(tensors: Mapping[str, torch.Tensor]) -> list[Buffer]:
     return [_header(ordered), *(_memory(values) for values in ordered.values())]
 
 
-def unpack(data: bytearray) -> dict[str, torch.Tensor]:
+def unpack(data: bytearray | memoryview) -> dict[str, torch.Tensor]:
     """Return the tensors that ``pack`` wrote, as views of ``data``.
 
     Raises ``IntegrityError`` for bytes of another form.
@@ -108,7 +108,7 @@ def _memory(values: torch.Tensor) -> memoryview:
     return values.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _views(data: bytearray) -> dict[str, torch.Tensor]:
+def _views(data: bytearray | memoryview) -> dict[str, torch.Tensor]:
     """Return the tensors of a packed state.
 
     A malformed header raises one of the errors that ``unpack`` catches.
@@ -125,7 +125,7 @@ def _views(data: bytearray) -> dict[str, torch.Tensor]:
         count = math.prod(shape)
         tensors[name] = torch.frombuffer(data, dtype=dtype, count=count, offset=end).view(shape)
         end += count * dtype.itemsize
-    if end != len(data) or data[:start] != _header(tensors):
+    if end != len(data) or bytes(data[:start]) != _header(tensors):
         raise ValueError("the header is not canonical")
     return tensors
 

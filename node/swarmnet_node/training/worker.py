@@ -50,6 +50,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
 from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition
 from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.codecs.values import Values
 from swarmnet_protocols.training.job_records import job_announcement, worker_announcement
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
@@ -364,7 +365,7 @@ class Worker:
                 self._late = report
             raise
 
-    async def _join_group(self, contribution: torch.Tensor | None, report: StepReport) -> None:
+    async def _join_group(self, contribution: Values | None, report: StepReport) -> None:
         """Form this round's group, and start its exchange."""
         start_s = self._now()
         roster = await self._form_group(float(report.tokens))
@@ -378,7 +379,7 @@ class Worker:
         self._start_exchange(roster, contribution, report, self._now() - start_s)
         self.round += 1
 
-    async def _join_partner(self, contribution: torch.Tensor | None, report: StepReport) -> None:
+    async def _join_partner(self, contribution: Values | None, report: StepReport) -> None:
         """Average with this round's partner, if the method averages in pairs."""
         self._measure_rest()
         start_s, me, exchange = self._now(), self._transport.peer_id, self._job.exchange
@@ -406,7 +407,7 @@ class Worker:
         self._emit("waiting", round=self.round, workers=present)
         await asyncio.sleep(self._workers.pause_s())
 
-    async def _train(self, slot: int) -> tuple[torch.Tensor | None, StepReport]:
+    async def _train(self, slot: int) -> tuple[Values | None, StepReport]:
         """Train one round. Return its contribution.
 
         Return None as contribution if the last exchange shows that this worker is behind.
@@ -500,7 +501,7 @@ class Worker:
         return 0.0 if self._speed is None else self._speed.round_s(self._method.steps_per_round)
 
     def _start_exchange(
-        self, roster: Roster, contribution: torch.Tensor | None, report: StepReport, matchmaking_s: float
+        self, roster: Roster, contribution: Values | None, report: StepReport, matchmaking_s: float
     ) -> None:
         """Start to average this round's contributions in the background."""
         peers = [member.peer for member in roster.members]
@@ -554,6 +555,9 @@ class Worker:
         average = None if outcome.average is None else Average(outcome.average, contributors)
         delivered = outcome.slices_with(self._transport.peer_id)
         await self._apply(pending.round, average, delivered)
+        del average
+        free: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        pending, outcome = replace(pending, task=free), replace(outcome, average=None)
         params_hash = await self._compute(self._replica.params_hash)
         self._emit(
             "round",
@@ -578,8 +582,9 @@ class Worker:
 
     async def _apply(self, round: int, average: Average | None, delivered: Sequence[Slice] = ()) -> None:
         """Apply the outcome of ``round``, and publish the state after it."""
-        if self._method.kind == "scalars":
-            self._state_server.withdraw()
+        if self._method.kind != "gradients":  # the outer step changes the state in place
+            await self._written()
+            await self._state_server.withdraw(None if self._method.kind == "scalars" else self._spill)
         await self._compute(self._replica.apply, round, average, delivered)
         if self._pipeline is not None:
             await self._pipeline.advance(round + 1)
@@ -707,11 +712,13 @@ class Worker:
         await self._written()
         done = self.round if self._pending is None else self._pending.round
         excluded = tuple(self._workers.excluded)
-        saved = await self._compute(self._replica.checkpoint, self.job_id, done, excluded)
+        saved = await self._compute(
+            lambda: self._checkpoints.set_apart(self._replica.checkpoint(self.job_id, done, excluded))
+        )
         self._writing = asyncio.get_running_loop().run_in_executor(
             self._dependencies.writer, self._checkpoints.save, saved, self._replica.trainer.write
         )
-        if self._method.kind == "scalars":  # its weights are not copied
+        if self._method.kind == "scalars":  # the next probes change its weights
             await self._written()
 
     async def _written(self) -> None:
@@ -721,6 +728,11 @@ class Worker:
             start_s = self._now()
             await writing
             self._disk_s += self._now() - start_s
+
+    async def _spill(self, pieces: Sequence[memoryview]) -> memoryview:
+        """Return a copy of a state on the disk, for peers that are downloading it."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._dependencies.writer, self._checkpoints.spill, pieces)
 
     # ---- helpers --------------------------------------------------------------------------------
 

@@ -4,15 +4,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmnet_protocols.models.sizes import LayerWidths
+from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.codecs.floats import FLOAT32
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.methods import ZeroOrder
+from swarmnet_protocols.training.methods.base import OuterMethod
 
-_KEPT_BYTES = 5 * 4
-"""Bytes of memory per trained parameter: the parameter in float32, AdamW's two moments, the agreed
-parameter and the outer momentum."""
+_KEPT_BYTES = 4 * 4
+"""Bytes of memory per trained parameter: the parameter in float32, AdamW's two moments, and the
+agreed parameter."""
+_ROUND_BYTES = 4
+"""Bytes of memory per trained parameter that a round adds: the gradients of inner steps, and then
+the average of an exchange that computes contributions where it reads them."""
 _EXCHANGE_BYTES = 4 * 4
-"""Bytes of memory per trained parameter that an exchange adds, as measured. The gradients of the
-inner steps are freed before."""
+"""Bytes of memory per trained parameter that any other exchange adds: a contribution, those of
+other workers, the average, and an outer step."""
 _FORWARDS_COPIES = 1.5
 """Copies of a trained parameter if slopes are exchanged: the parameter, and a perturbed copy of the
 largest layer. Embeddings are a third of a small model."""
@@ -57,7 +63,13 @@ def bytes_per_parameter(job: Job, *, eight_bit: bool = False) -> float:
     method = job.make_method()
     if isinstance(method, ZeroOrder):
         return _FORWARDS_COPIES * (4 if job.model.is_lora else method.dtype.itemsize)
-    return _KEPT_BYTES + _EXCHANGE_BYTES - (6 if eight_bit else 0)
+    kept = _KEPT_BYTES - (6 if eight_bit else 0)
+    kept += 4 * len(method.state_names) if isinstance(method, OuterMethod) else 4
+    codec = get_codec(job.exchange.codec or method.codec)
+    in_parts = isinstance(method, OuterMethod) and method.contributes_difference
+    in_parts = in_parts and not method.overlap_steps and codec.name == FLOAT32.name
+    # A checkpoint has 8-bit moments in float32 until they are on the disk.
+    return kept + max(_ROUND_BYTES if in_parts else _EXCHANGE_BYTES, 8 if eight_bit else 0)
 
 
 def activation_bytes(

@@ -25,6 +25,7 @@ from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.codecs import Codec
+from swarmnet_protocols.training.codecs.values import Values
 from swarmnet_protocols.training.matchmaking import OutOfSync
 from swarmnet_protocols.training.pacing import Wait
 from swarmnet_protocols.training.rounds.round_runner import Outcome, RoundContext
@@ -48,7 +49,7 @@ class Pairs:
         self._sent_bytes = 0
 
     async def average(
-        self, round: int, partner: RoundMember | None, values: torch.Tensor, weight: float
+        self, round: int, partner: RoundMember | None, values: Values, weight: float
     ) -> Outcome:
         """Average ``values``, float32 [n] on the CPU, with the contribution of ``partner``.
 
@@ -59,7 +60,7 @@ class Pairs:
         me, count = self._context.transport.peer_id, len(values)
         clock = asyncio.get_running_loop().time
         start_s = clock()
-        encoded = await self._compute(lambda: self._codec.encode(values))
+        encoded = await self._compute(lambda: self._codec.encode(values[:]))
         packed = await self._compute(lambda: PackedState.of([_WEIGHT.pack(weight), encoded]))
         await self._states.contribute(round, packed)
         found = {me: (weight, await self._compute(lambda: self._codec.decode(encoded, count)))}
@@ -134,7 +135,7 @@ class Pairs:
         peers, rules = sorted(found), self._context.rules
         weights = torch.tensor([found[peer][0] for peer in peers], dtype=torch.float64)
         rows = torch.stack([found[peer][1] for peer in peers])
-        reasons = rules.screen(rows, weights)
+        reasons = rules.screen(list(rows), weights)
         kept = [index for index, reason in enumerate(reasons) if not reason]
         excluded = tuple((peer, reason) for peer, reason in zip(peers, reasons, strict=True) if reason)
         return rules.aggregate(rows[kept], weights[kept]), excluded

@@ -13,8 +13,8 @@ import hashlib
 import itertools
 import logging
 import struct
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.download import download
@@ -56,7 +56,10 @@ def state_id(size_bytes: int, chunk_hashes: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class PackedState:
-    """A state as bytes in several pieces. The pieces are not copied and must not be changed."""
+    """A state as bytes in several pieces, which are not copied.
+
+    They may change only after ``StateServer.withdraw``.
+    """
 
     pieces: tuple[memoryview, ...]
     size_bytes: int
@@ -77,9 +80,8 @@ class PackedState:
         return cls(views, size_bytes, hashes, state_id(size_bytes, hashes))
 
     def chunk(self, index: int) -> Buffer:
-        """Return the bytes of one chunk. Copies them only if they span pieces."""
-        first, *others = _between(self.pieces, index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES)
-        return b"".join((first, *others)) if others else first
+        """Return a copy of the bytes of one chunk. The pieces may change while it is sent."""
+        return b"".join(_between(self.pieces, index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES))
 
 
 def _between(pieces: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
@@ -123,9 +125,18 @@ class StateServer:
         self._forget()
         return state.id
 
-    def withdraw(self) -> None:
-        """Serve no state until the next ``offer``: the memory of the present one changes."""
-        self._states.clear()
+    async def withdraw(self, copy: Callable[[Sequence[memoryview]], Awaitable[memoryview]] | None) -> None:
+        """Stop to read the newest state, because its memory is about to change.
+
+        Peers that are downloading it get the rest from what ``copy`` returns. If it is None, they
+        ask again for the next state.
+        """
+        for id in [*self._states][-1:]:
+            if copy is not None and id in self._fetched.values():
+                copied = await copy(self._states[id].pieces)
+                self._states[id] = replace(self._states[id], pieces=(copied,))
+            else:
+                del self._states[id]
 
     def expect(self, round: int, in_s: float) -> None:
         """Let partners wait for the contribution to ``round``, which will come ``in_s`` seconds

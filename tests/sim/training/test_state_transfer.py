@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -175,6 +175,32 @@ def test_an_older_state_is_kept_while_a_peer_downloads_it() -> None:
         assert (await fetch(*workers))[0] == DATA
         await asyncio.sleep(1)
         assert list(states._states) == [PackedState.of([bytes([2])]).id]
+
+    simulate(2, scenario)
+
+
+def test_a_download_goes_on_from_a_copy_when_the_state_changes() -> None:
+    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
+        memory, states = bytearray(DATA), workers[1].states
+        states.offer(PackedState.of([memory]))
+        changes: list[asyncio.Task[None]] = []
+
+        async def copy(pieces: Sequence[memoryview]) -> memoryview:
+            return memoryview(b"".join(pieces))
+
+        async def change() -> None:
+            await states.withdraw(copy)
+            memory[:] = bytes(len(memory))
+
+        def watch(delivery: Delivery) -> None:
+            if delivery.protocol == STATE and len(delivery.message.payload) > 1000 and not changes:
+                changes.append(asyncio.create_task(change()))
+
+        network.observers.append(watch)
+        assert (await fetch(*workers))[0] == DATA
+        await asyncio.sleep(1)
+        await states.withdraw(copy)
+        assert not states._states, "nobody downloads it any more"
 
     simulate(2, scenario)
 

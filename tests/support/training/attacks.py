@@ -142,7 +142,7 @@ async def _train(job: Job, folder: Path, bad: int, attack: Attack, rules: Aggreg
 
 def _work(replica: Replica, round: int, slot: int) -> Tensor:
     replica.steps(round, slot, 0, replica.method.steps_per_round)
-    return replica.contribution(round, slot)[0]
+    return replica.contribution(round, slot)[0][:]
 
 
 async def _exchange(lab: TrainingLab, exchange_number: int, sent: Tensor, bad: int) -> list[Outcome]:

@@ -101,9 +101,10 @@ class InnerOptimizer:
                 piece.parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Return a copy of the state, float32 on the CPU: the scalar ``step`` and vectors.
+        """Return the state, float32 on the CPU: the scalar ``step`` and vectors.
 
-        It is empty before the first step.
+        It is empty before the first step. The vectors may be the optimizer's own memory, which the
+        next ``step`` changes.
         """
         found = {}
         for group in self._groups:
@@ -113,7 +114,8 @@ class InnerOptimizer:
             if "step" in states[0]:
                 found["step"] = torch.as_tensor(states[0]["step"]).to("cpu", torch.float32, copy=True)
             for name in group.names:
-                found[name] = torch.cat([_values(state, name) for state in states])
+                parts = [_values(state, name) for state in states]
+                found[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:

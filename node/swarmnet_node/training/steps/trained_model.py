@@ -136,7 +136,8 @@ class TrainedModel:
         self._update(round, step)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Return a copy of the inner optimizer's state, as in ``InnerOptimizer.state``."""
+        """Return the inner optimizer's state, valid until its next step, as in
+        ``InnerOptimizer.state``."""
         return self._optimizer.state()
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:

@@ -29,10 +29,15 @@ class Codec(Protocol):
         """
 
     def encode(self, values: torch.Tensor) -> Buffer:
-        """Encode ``values``, float32 [n] on the CPU. Raises ``ValueError`` if one is not finite."""
+        """Encode ``values``, float32 [n] on the CPU. Raises ``ValueError`` if one is not finite.
+
+        The values may not change while the payload is in use.
+        """
 
     def decode(self, payload: Buffer, count: int) -> torch.Tensor:
-        """Decode to float32 [count], all finite. Checks the size before it allocates memory.
+        """Decode to float32 [count], all finite, which may be the payload's memory.
+
+        Checks the size before it allocates memory.
 
         Raises ``ProtocolViolation`` for a payload that ``encode`` cannot have returned.
         """

@@ -6,7 +6,7 @@ import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
-from swarmnet_protocols.training.codecs.payload import all_finite, check_size, read, write
+from swarmnet_protocols.training.codecs.payload import all_finite, check_size, read, view, write
 from swarmnet_protocols.training.shared_randomness import round_to_bfloat16
 
 
@@ -15,7 +15,8 @@ class FloatCodec:
     """Sends each value in ``dtype``. Values beyond its range become its largest finite number.
 
     float16 is biased because it has no value below 6e-8 and none above 65504. bfloat16 has the
-    range of float32.
+    range of float32. A payload of float32 shares its memory with the values, unless it is
+    read-only.
     """
 
     name: str
@@ -27,18 +28,17 @@ class FloatCodec:
         """With ``seed``, round to bfloat16 up or down at random, without a bias."""
         if not all_finite(values):
             raise ValueError("a value is not finite")
-        if self.dtype != torch.float32:
-            largest = torch.finfo(self.dtype).max
-            values = values.clamp(-largest, largest)
-            if seed is not None and self.dtype == torch.bfloat16:
-                values = round_to_bfloat16(values, seed, (0, 0))
-            else:
-                values = values.to(self.dtype)
-        return write(values)
+        if self.dtype == torch.float32:
+            return view(values)
+        largest = torch.finfo(self.dtype).max
+        values = values.clamp(-largest, largest)
+        if seed is not None and self.dtype == torch.bfloat16:
+            return write(round_to_bfloat16(values, seed, (0, 0)))
+        return write(values.to(self.dtype))
 
     def decode(self, payload: Buffer, count: int) -> torch.Tensor:
         check_size(payload, self.max_bytes(count), count)
-        values = read(payload, self.dtype).float()
+        values = read(payload, self.dtype, copy=self.dtype != torch.float32).float()
         if not all_finite(values):
             raise ProtocolViolation("a value is not finite")
         return values

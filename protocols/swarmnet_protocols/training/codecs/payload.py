@@ -36,18 +36,25 @@ def check_size(payload: Buffer, size_bytes: int, count: int) -> None:
         raise ProtocolViolation(f"{len(payload)} bytes for {count} values, which take {size_bytes}")
 
 
-def read(payload: Buffer, dtype: torch.dtype) -> torch.Tensor:
-    """Copy the payload into a tensor [len(payload) / itemsize]."""
+def read(payload: Buffer, dtype: torch.dtype, *, copy: bool = True) -> torch.Tensor:
+    """Copy the payload into a tensor [len(payload) / itemsize]. With ``copy`` false, the tensor is
+    the payload's memory if that can be written."""
     if len(payload) == 0:
         return torch.empty(0, dtype=dtype)
-    return torch.from_numpy(np.frombuffer(payload, np.uint8).copy()).view(dtype)
+    data = np.frombuffer(payload, np.uint8)
+    return torch.from_numpy(data.copy() if copy or not data.flags.writeable else data).view(dtype)
 
 
 def write(values: torch.Tensor) -> Buffer:
     """Copy a CPU tensor's bytes."""
+    return view(values.clone())
+
+
+def view(values: torch.Tensor) -> Buffer:
+    """Return a CPU tensor's memory."""
     if values.numel() == 0:  # an empty tensor may have any strides
         return b""
-    return values.contiguous().view(torch.uint8).numpy().copy().data
+    return values.contiguous().view(torch.uint8).numpy().data
 
 
 def all_finite(values: torch.Tensor) -> bool:

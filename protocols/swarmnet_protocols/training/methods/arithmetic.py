@@ -1,5 +1,7 @@
 """Elementwise float32 arithmetic that gives the same bits on every machine."""
 
+from collections.abc import Iterator
+
 import torch
 
 _CHUNK = 1 << 15
@@ -19,22 +21,27 @@ def add_scaled(a: torch.Tensor, alpha: float, b: torch.Tensor) -> torch.Tensor:
     """
     factor = torch.tensor(alpha, dtype=torch.float32).item()
     out = torch.empty_like(a)
-    for start in range(0, len(a), _CHUNK):
-        part = slice(start, start + _CHUNK)
+    for part in in_parts(len(a)):
         out[part] = b[part].double().mul_(factor).add_(a[part])
     return out
 
 
-def nesterov(
+def nesterov_(
     weights: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, lr: float, mu: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights and momentum after one step of ``torch.optim.SGD(nesterov=True)``.
+) -> None:
+    """Change weights and momentum in place by one step of ``torch.optim.SGD(nesterov=True)``.
 
     v <- mu v + g; θ <- θ - lr (g + mu v).
     """
-    stepped, moved = torch.empty_like(weights), torch.empty_like(momentum)
-    for start in range(0, len(weights), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        moved[part] = momentum[part] * mu + gradient[part]
-        stepped[part] = add_scaled(weights[part], -lr, add_scaled(gradient[part], mu, moved[part]))
-    return stepped, moved
+    for part in in_parts(len(weights)):
+        momentum[part] = momentum[part] * mu + gradient[part]
+        weights[part] = add_scaled(weights[part], -lr, add_scaled(gradient[part], mu, momentum[part]))
+
+
+def in_parts(count: int) -> Iterator[slice]:
+    """Yield the parts of a vector ``[count]`` that are computed one after another.
+
+    An outer step in place then needs no second vector.
+    """
+    for start in range(0, count, _CHUNK):
+        yield slice(start, start + _CHUNK)

@@ -51,9 +51,10 @@ class Method(Protocol):
     - "scalars": for ``contribution`` the slopes that the worker measured [k]; for ``apply`` the
       parameters. They may be bfloat16, and ``apply`` changes the vector of ``begin`` in place.
 
-    Otherwise neither side may change a vector that was passed to ``begin`` or ``restore``, or
-    returned by a method. So a state can be sent to newcomers without copying it. ``parameters``
-    may be used only during the call.
+    The vectors of ``begin`` and ``restore`` then belong to the method. ``apply`` may change them in
+    place, and so the vectors that ``agreed`` and ``state`` returned. Between two calls of ``apply``
+    they stay as they are: newcomers download them without a copy. ``parameters`` and the values of
+    ``average`` may be used only during the call.
 
     Outer arithmetic is elementwise IEEE float32 in a fixed order: equal inputs give equal bits on
     every machine.
@@ -184,6 +185,11 @@ class OuterMethod(AllToAll):
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
         return self._weights - parameters
+
+    @property
+    def contributes_difference(self) -> bool:
+        """Whether this class's ``contribution`` is not replaced."""
+        return type(self).contribution is OuterMethod.contribution
 
     def progress(self, parameters: torch.Tensor) -> torch.Tensor:
         """Return what this worker's inner steps added to the parameters and no round has yet."""

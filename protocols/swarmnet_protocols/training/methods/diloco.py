@@ -11,7 +11,7 @@ H inner steps, then one outer step on the mean pseudo-gradient:
 import torch
 from pydantic import Field
 
-from swarmnet_protocols.training.methods.arithmetic import nesterov
+from swarmnet_protocols.training.methods.arithmetic import nesterov_
 from swarmnet_protocols.training.methods.base import Average, OuterMethod, Settings
 
 
@@ -38,7 +38,7 @@ class DiLoCo(OuterMethod):
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
         if average is None:
             return parameters
-        self._weights, self._state["momentum"] = nesterov(
+        nesterov_(
             self._weights,
             self._state["momentum"],
             average.values,

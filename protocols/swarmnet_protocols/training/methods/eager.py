@@ -11,7 +11,7 @@ to Δ̄(t-1).
 import torch
 from pydantic import Field
 
-from swarmnet_protocols.training.methods.arithmetic import nesterov
+from swarmnet_protocols.training.methods.arithmetic import nesterov_
 from swarmnet_protocols.training.methods.base import Average, OuterMethod, Settings
 
 
@@ -48,7 +48,7 @@ class Eager(OuterMethod):
 
     def begin(self, parameters: torch.Tensor) -> None:
         super().begin(parameters)
-        self._state["own.start"] = parameters
+        self._state["own.start"] = parameters.clone()
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
         """Return the pseudo-gradient of this round alone. The previous one is in flight."""
@@ -65,10 +65,8 @@ class Eager(OuterMethod):
         state = self._state
         lr, mu = self._settings.outer_lr, self._settings.momentum
         share = state["own.delta"] / len(average.contributors)
-        self._weights, state["momentum"] = nesterov(self._weights, state["momentum"], average.values, lr, mu)
-        state["own.offset"], state["own.momentum"] = nesterov(
-            state["own.offset"], state["own.momentum"], share - state["own.share"], lr, mu
-        )
+        nesterov_(self._weights, state["momentum"], average.values, lr, mu)
+        nesterov_(state["own.offset"], state["own.momentum"], share - state["own.share"], lr, mu)
         state["own.share"] = share
         state["own.start"] = self._weights + state["own.offset"]
         return state["own.start"]

@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from pydantic import Field, model_validator
 
-from swarmnet_protocols.training.methods.arithmetic import add_scaled
+from swarmnet_protocols.training.methods.arithmetic import add_scaled, in_parts
 from swarmnet_protocols.training.methods.base import Average, OuterMethod, Settings
 
 _BITS = 256
@@ -115,17 +115,22 @@ class NoLoCo(OuterMethod):
         return (me,)
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
-        progress = (parameters - self._weights) * self._settings.beta
-        return add_scaled(progress, self._settings.gamma, self._weights)
+        return self._part(parameters, slice(None))
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
         """Return the new φ_i.
 
         ``average`` None: the partner is gone, and the worker takes the step alone.
         """
-        mean = self.contribution(round, parameters) if average is None else average.values
-        pull = add_scaled(mean, -self._settings.gamma, self._weights)
-        momentum = add_scaled(pull, self._settings.alpha, self._state["own.momentum"])
-        self._state["own.momentum"] = momentum
-        self._weights = self._weights + momentum
+        for part in in_parts(len(parameters)):
+            weights, momentum = self._weights[part], self._state["own.momentum"][part]
+            mean = self._part(parameters, part) if average is None else average.values[part]
+            pull = add_scaled(mean, -self._settings.gamma, weights)
+            momentum.copy_(add_scaled(pull, self._settings.alpha, momentum))
+            weights += momentum
         return self._weights
+
+    def _part(self, parameters: torch.Tensor, part: slice) -> torch.Tensor:
+        """Return a part of the contribution."""
+        progress = (parameters[part] - self._weights[part]) * self._settings.beta
+        return add_scaled(progress, self._settings.gamma, self._weights[part])

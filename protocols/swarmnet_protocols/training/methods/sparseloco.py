@@ -11,7 +11,7 @@ e_i <- ρ e_i + Δ_i; q_i = Q(TopK(e_i)); e_i <- e_i - q_i; θ <- θ - α mean_i
 import torch
 from pydantic import Field
 
-from swarmnet_protocols.training.methods.arithmetic import add_scaled
+from swarmnet_protocols.training.methods.arithmetic import add_scaled, in_parts
 from swarmnet_protocols.training.methods.base import Average, OuterMethod, Settings
 
 
@@ -45,5 +45,6 @@ class SparseLoCo(OuterMethod):
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
         if average is None:
             return parameters
-        self._weights = add_scaled(self._weights, -self._outer_lr, average.values)
+        for part in in_parts(len(self._weights)):
+            self._weights[part] = add_scaled(self._weights[part], -self._outer_lr, average.values[part])
         return self._weights

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from pydantic import Field, model_validator
 
-from swarmnet_protocols.training.methods.arithmetic import add_scaled, nesterov
+from swarmnet_protocols.training.methods.arithmetic import add_scaled, nesterov_
 from swarmnet_protocols.training.methods.base import Average, OuterMethod, Settings
 
 
@@ -68,20 +68,13 @@ class Streaming(OuterMethod):
         if average is None:
             mixed[fragment] = self._weights[fragment]
             return mixed
-        outer, momentum = nesterov(
-            self._weights[fragment],
+        outer = self._weights[fragment]
+        nesterov_(
+            outer,
             self._state["momentum"][fragment],
             average.values,
             self._settings.outer_lr,
             self._settings.momentum,
         )
-        self._weights = _with_part(self._weights, fragment, outer)
-        self._state["momentum"] = _with_part(self._state["momentum"], fragment, momentum)
         mixed[fragment] = add_scaled(outer, self._settings.mixing, parameters[fragment] - outer)
         return mixed
-
-
-def _with_part(whole: torch.Tensor, part: slice, values: torch.Tensor) -> torch.Tensor:
-    whole = whole.clone()
-    whole[part] = values
-    return whole

@@ -8,7 +8,7 @@ member.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.training.codecs.values import Values
 
 AGGREGATORS = ("mean", "median", "centered-clip")
 CLIP_ITERATIONS = 20
@@ -30,13 +31,13 @@ Temporaries take about 32 bytes times contributions times this.
 """
 
 
-def accept_all(rows: Tensor, _weights: Tensor) -> list[str]:
+def accept_all(rows: Sequence[Values], _weights: Tensor) -> list[str]:
     """Leave out no contribution."""
     return [""] * len(rows)
 
 
-def outliers(contributions: Tensor, weights: Tensor) -> list[str]:
-    """Return for each row of ``contributions`` [k, n] the reason for leaving it out; "" to keep it.
+def outliers(contributions: Sequence[Values], weights: Tensor) -> list[str]:
+    """Return for each of k ``contributions`` [n] the reason for leaving it out; "" to keep it.
 
     The reason is a norm over ``OUTLIER`` times the weighted median norm.
     """
@@ -53,10 +54,14 @@ def clip_to_median_norm_(contributions: Tensor, weights: Tensor) -> Tensor:
 
     As in templar, the SparseLoCo code, ``neurons.py``.
     """
+    return contributions.mul_(_scales(list(contributions), weights)[:, None])
+
+
+def _scales(contributions: Sequence[Values], weights: Tensor) -> Tensor:
+    """Return the factors that shorten contributions to the weighted median of all norms."""
     lengths = norms(contributions)
     limit = median(lengths, weights)
-    scales = [limit / length if length > limit else 1.0 for length in lengths]
-    return contributions.mul_(torch.tensor(scales, dtype=contributions.dtype)[:, None])
+    return torch.tensor([limit / length if length > limit else 1.0 for length in lengths])
 
 
 def aggregate(name: str, contributions: Tensor, weights: Tensor) -> Tensor:
@@ -75,7 +80,7 @@ def aggregate(name: str, contributions: Tensor, weights: Tensor) -> Tensor:
         raise ValueError("each contribution needs one positive weight")
     match name:
         case "mean":
-            return weighted_mean(contributions, weights)
+            return weighted_mean(list(contributions), weights)
         case "median":
             return weighted_median(contributions, weights)
         case "centered-clip":
@@ -83,9 +88,14 @@ def aggregate(name: str, contributions: Tensor, weights: Tensor) -> Tensor:
     raise ConfigError(f"no aggregator is called {name!r}", hint=f"use one of: {', '.join(AGGREGATORS)}")
 
 
-def weighted_mean(contributions: Tensor, weights: Tensor) -> Tensor:
+def weighted_mean(contributions: Sequence[Values], weights: Tensor, out: Tensor | None = None) -> Tensor:
     """Return sum_i w_i x_i / sum_i w_i, rows added in order."""
-    return combine(contributions, shares(weights))
+    return combine(contributions, shares(weights), out=out)
+
+
+def clipped_mean(contributions: Sequence[Values], weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the weighted mean of contributions, each shortened as by ``clip_to_median_norm_``."""
+    return combine(contributions, shares(weights), _scales(contributions, weights), out)
 
 
 def weighted_median(contributions: Tensor, weights: Tensor) -> Tensor:
@@ -118,7 +128,7 @@ def mix_neighbours(contributions: Tensor, weights: Tensor) -> Tensor:
     count, fractions = len(contributions), shares(weights)
     distances = [[0.0] * count for _ in range(count)]
     for one in range(1, count):
-        for other, distance in enumerate(norms(contributions[:one] - contributions[one])):
+        for other, distance in enumerate(norms(list(contributions[:one] - contributions[one]))):
             distances[one][other] = distances[other][one] = distance
     mixed = torch.empty_like(contributions)
     for row in range(count):
@@ -126,7 +136,7 @@ def mix_neighbours(contributions: Tensor, weights: Tensor) -> Tensor:
         cumulative = list(itertools.accumulate(fractions[other] for other in near))
         enough = next(rows for rows, share in enumerate(cumulative, 1) if share > 0.5)
         chosen = sorted(near[:enough])
-        mixed[row] = combine(contributions[chosen], shares(weights[chosen]))
+        mixed[row] = combine(list(contributions[chosen]), shares(weights[chosen]))
     return mixed
 
 
@@ -140,14 +150,14 @@ def centered_clip(contributions: Tensor, weights: Tensor, *, radius: float | Non
     """
     center = weighted_median(contributions, weights)
     if radius is None:
-        radius = median(norms(contributions - center), weights)
+        radius = median(norms(list(contributions - center)), weights)
     for _ in range(CLIP_ITERATIONS):
         pulls = contributions - center
         clipped = [
             share * min(1.0, radius / max(length, radius, TINY))
-            for share, length in zip(shares(weights), norms(pulls), strict=True)
+            for share, length in zip(shares(weights), norms(list(pulls)), strict=True)
         ]
-        center = center + combine(pulls, clipped)
+        center = center + combine(list(pulls), clipped)
     return center
 
 
@@ -158,15 +168,26 @@ def shares(weights: Tensor) -> list[float]:
     return [weight / total for weight in listed]
 
 
-def combine(rows: Tensor, factors: Sequence[float]) -> Tensor:
-    """Return sum_i factor_i row_i, float32 [n], rows added in order."""
-    total = torch.zeros_like(rows[0])
-    for part, columns in zip(
-        torch.split(total, COORDINATES_AT_ONCE), torch.split(rows, COORDINATES_AT_ONCE, dim=1), strict=True
-    ):
-        for row, factor in zip(columns, factors, strict=True):
-            part.add_(row * factor)
+def combine(
+    rows: Sequence[Values],
+    factors: Sequence[float],
+    scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return sum_i factor_i (scale_i row_i), float32 [n], rows added in order. Written into
+    ``out`` if it is given."""
+    total = torch.empty(len(rows[0])) if out is None else out
+    for part in _parts(len(total)):
+        total[part] = 0
+        for number, factor in enumerate(factors):
+            row = rows[number][part]
+            total[part] += (row if scales is None else row * scales[number]) * factor
     return total
+
+
+def _parts(count: int) -> Iterator[slice]:
+    for start in range(0, count, COORDINATES_AT_ONCE):
+        yield slice(start, start + COORDINATES_AT_ONCE)
 
 
 def median(numbers: Sequence[float], weights: Tensor) -> float:
@@ -174,33 +195,38 @@ def median(numbers: Sequence[float], weights: Tensor) -> float:
     return weighted_median(torch.tensor(numbers, dtype=torch.float64)[:, None], weights).item()
 
 
-def norms(rows: Tensor) -> list[float]:
-    """Return the Euclidean norm of every row [k, n].
+def norms(rows: Sequence[Values]) -> list[float]:
+    """Return the Euclidean norms of k rows [n].
 
     Squares are float64 and added by halving, in a fixed order.
     """
-    totals = [0.0] * len(rows)
-    for part in torch.split(rows, COORDINATES_AT_ONCE, dim=1):
-        squares = part.double().square()
-        while (count := squares.shape[1]) > 1:
-            half = (count + 1) // 2
-            folded = squares[:, :half].clone()
-            folded[:, : count - half] += squares[:, half:]
-            squares = folded
-        totals = [total + more for total, more in zip(totals, squares.sum(dim=1).tolist(), strict=True)]
-    return [math.sqrt(total) for total in totals]
+    found = []
+    for row in rows:
+        total = 0.0
+        for part in _parts(len(row)):
+            squares = row[part].double().square()
+            while (count := len(squares)) > 1:
+                half = (count + 1) // 2
+                folded = squares[:half].clone()
+                folded[: count - half] += squares[half:]
+                squares = folded
+            total += squares.sum().item()
+        found.append(math.sqrt(total))
+    return found
 
 
 @dataclass(frozen=True)
 class AggregationRules:
     """How contributions are screened and aggregated. Equal at all members of a job."""
 
-    aggregate: Callable[[Tensor, Tensor], Tensor] = weighted_mean
+    aggregate: Callable[..., Tensor] = weighted_mean
     """Maps contributions [k, n] and weights [k] to the aggregate, float32 [n].
 
-    The contributions are in the order of members. May change the contributions.
+    The contributions are in the order of members. May change the contributions, unless it
+    ``reads_parts``: then they are k ``Values``, and a third argument may name the tensor that
+    takes the aggregate.
     """
-    screen: Callable[[Tensor, Tensor], list[str]] = accept_all
+    screen: Callable[[Sequence[Values], Tensor], list[str]] = accept_all
     """Returns k reasons for leaving a contribution out; "" to keep it.
 
     Takes the same arguments as ``aggregate``. It is called again with the kept contributions until
@@ -219,6 +245,11 @@ class AggregationRules:
     keep only its accomplices' contributions.
     """
 
+    @property
+    def reads_parts(self) -> bool:
+        """Whether contributions are read part by part, so that no memory holds all of them."""
+        return self.aggregate in (weighted_mean, clipped_mean)
+
     @classmethod
     def named(cls, name: str, max_weight: float, *, exact: bool = False) -> "AggregationRules":
         """Return the rules of a job with the aggregator ``name``. Robust ones are verifiable.
@@ -226,7 +257,8 @@ class AggregationRules:
         ``exact``: a mean clips no contribution. Workers of a stage count few or many tokens, so the
         norms of honest gradients differ, and clipped ones would be another gradient.
         """
-        aggregator = weighted_mean if exact and name == "mean" else partial(_aggregate_clipped, name)
+        mean = weighted_mean if exact else clipped_mean
+        aggregator = mean if name == "mean" else partial(_aggregate_clipped, name)
         return cls(aggregator, outliers, max_weight, name != "mean")
 
 

@@ -25,6 +25,7 @@ from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.codecs import Codec
+from swarmnet_protocols.training.codecs.values import Values
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.messages import HASH_BYTES
 from swarmnet_protocols.training.rounds.reduction import GroupMean, Result, read_result, read_summary
@@ -80,7 +81,7 @@ class Averager:
         self,
         exchange_number: int,
         members: Sequence[RoundMember],
-        values: torch.Tensor,
+        values: Values,
         *,
         weight: float,
         codec: Codec,
@@ -90,7 +91,7 @@ class Averager:
     ) -> Outcome:
         """Average ``values``, float32 [n] on the CPU, with the other ``members``.
 
-        All members must use the same roster, n and codec.
+        They may not change during the exchange. All members must use the same roster, n and codec.
 
         - ``exchange_number`` must be higher than in the call before.
         - ``weight`` 0: this worker receives without contributing.
@@ -109,14 +110,14 @@ class Averager:
             raise ConfigError(f"a weight of {weight:g}")
         if not (math.isfinite(spread_s) and spread_s >= 0):
             raise ConfigError(f"an exchange cannot be spread over {spread_s:g} s")
-        if values.dtype != torch.float32 or values.dim() != 1:
+        if isinstance(values, torch.Tensor) and (values.dtype != torch.float32 or values.dim() != 1):
             raise ConfigError("only a flat float32 vector can be averaged")
         context = self._context
         terms = RoundTerms.of(
             context.job,
             exchange_number,
             members,
-            values.numel(),
+            len(values),
             codec,
             context.rules,
             state=state,

@@ -14,6 +14,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from google.protobuf.message import DecodeError
@@ -21,6 +22,10 @@ from google.protobuf.message import DecodeError
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.identity import verify
+from swarmnet_protocols.training.codecs import Codec
+from swarmnet_protocols.training.codecs.floats import FLOAT32
+from swarmnet_protocols.training.codecs.values import Difference, DifferenceBytes, Payload, Values, pieces
+from swarmnet_protocols.training.rounds.aggregation_rules import COORDINATES_AT_ONCE
 from swarmnet_protocols.training.rounds.messages import below
 from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
@@ -37,9 +42,12 @@ _SIGNATURE_DOMAIN = b"swarmnet-contribution-1"
 _SIGNED = struct.Struct(">QId")
 
 
-def contribution_hash(data: Buffer) -> bytes:
+def contribution_hash(data: Payload) -> bytes:
     """Return the first 16 bytes of the SHA-256 of an encoded contribution."""
-    return hashlib.sha256(data).digest()[:CONTRIBUTION_HASH_BYTES]
+    digest = hashlib.sha256()
+    for piece in pieces(data):
+        digest.update(piece)
+    return digest.digest()[:CONTRIBUTION_HASH_BYTES]
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Contribution:
     """
 
     weight: float
-    data: Buffer
+    data: Payload
     hash: bytes
     signature: bytes = b""
     """The author's signature; empty unless the round is verifiable."""
@@ -58,8 +66,23 @@ class Contribution:
     """Between groups: bit i is set if the group's member i contributed to its mean."""
 
     @classmethod
-    def of(cls, weight: float, data: Buffer, inside: int = 0) -> "Contribution":
+    def of(cls, weight: float, data: Payload, inside: int = 0) -> "Contribution":
         return cls(weight, data, contribution_hash(data), inside=inside)
+
+    @classmethod
+    def encoded(
+        cls, weight: float, codec: Codec, values: Values, start: int, end: int, inside: int = 0
+    ) -> "Contribution":
+        """Encode the values [start, end). A difference in float32 is encoded when it is read.
+
+        Raises ``ValueError`` if a value is not finite.
+        """
+        if not isinstance(values, Difference) or codec.name != FLOAT32.name:
+            return cls.of(weight, codec.encode(values[start:end]), inside)
+        later = values.between(start, end)
+        for first in range(0, len(later), COORDINATES_AT_ONCE):
+            codec.encode(later[first : first + COORDINATES_AT_ONCE])  # checks that they are finite
+        return cls.of(weight, DifferenceBytes(later), inside)
 
 
 @dataclass(frozen=True)
@@ -104,17 +127,21 @@ def signed_bytes(terms: RoundTerms, index: int, contribution: Contribution) -> b
 
 
 def reduce_slice(
-    terms: RoundTerms, index: int, contributions: Sequence[tuple[int, Contribution]]
+    terms: RoundTerms,
+    index: int,
+    contributions: Sequence[tuple[int, Contribution]],
+    out: torch.Tensor | None = None,
 ) -> tuple[Result, torch.Tensor] | None:
     """Reduce (member, contribution) pairs to the result of slice ``index`` and its values [count].
 
-    The pairs are in the order of members. None if too few contributions are accepted.
+    The pairs are in the order of members. None if too few contributions are accepted. The values
+    are computed in ``out`` if the rule allows that.
     """
-    accepted, values, reasons = _aggregate_valid(terms, index, contributions)
+    accepted, values, reasons = _aggregate_valid(terms, index, contributions, out)
     if len(accepted) < terms.quorum:
         return None
     if terms.is_bundled:
-        encoded: Buffer = b"".join(contribution.data for _, contribution in accepted)
+        encoded: Buffer = b"".join(piece for _, each in accepted for piece in pieces(each.data))
     else:
         try:
             encoded = terms.result_codec.encode(values)
@@ -178,7 +205,10 @@ def contributors(terms: RoundTerms, summary: pb.Summary) -> tuple[PeerId, ...]:
 
 
 def _aggregate_valid(
-    terms: RoundTerms, index: int, contributions: Sequence[tuple[int, Contribution]]
+    terms: RoundTerms,
+    index: int,
+    contributions: Sequence[tuple[int, Contribution]],
+    out: torch.Tensor | None = None,
 ) -> tuple[list[tuple[int, Contribution]], torch.Tensor, dict[int, str]]:
     """Return the accepted contributions, their aggregate, and why the others are left out.
 
@@ -187,43 +217,48 @@ def _aggregate_valid(
     """
     accepted: list[tuple[int, Contribution]] = []
     excluded: dict[int, str] = {}
-    rows = torch.empty(len(contributions), terms.size(index))
+    rows: list[Values] = []
     for member, contribution in contributions:
         try:
-            rows[len(accepted)] = _decode(terms, index, member, contribution)
+            rows.append(_decode(terms, index, member, contribution))
             accepted.append((member, contribution))
         except ProtocolViolation as error:
             excluded[member] = str(error)
-    rows = rows[: len(accepted)]
+    rules = terms.rules
     while accepted:
         weights = _weights([contribution for _, contribution in accepted])
-        reasons = terms.rules.screen(rows, weights)
+        whole: Any = rows if rules.reads_parts else torch.stack([row[:] for row in rows])
+        reasons = rules.screen(whole, weights)
         if not any(reasons):
-            return accepted, terms.rules.aggregate(rows, weights), excluded
+            more = (out,) if rules.reads_parts else ()
+            return accepted, rules.aggregate(whole, weights, *more), excluded
         excluded |= {member: reason for (member, _), reason in zip(accepted, reasons, strict=True) if reason}
         kept = [row for row, reason in enumerate(reasons) if not reason]
-        accepted, rows = [accepted[row] for row in kept], rows[kept]
-    return [], rows, excluded
+        accepted, rows = [accepted[row] for row in kept], [rows[row] for row in kept]
+    return [], torch.empty(0, terms.size(index)), excluded
 
 
 def _weights(contributions: Sequence[Contribution]) -> torch.Tensor:
     return torch.tensor([each.weight for each in contributions], dtype=torch.float64)
 
 
-def _decode(terms: RoundTerms, index: int, member: int, contribution: Contribution) -> torch.Tensor:
+def _decode(terms: RoundTerms, index: int, member: int, contribution: Contribution) -> Values:
     """Decode the contribution of ``member`` to values [count].
 
     Raises ``ProtocolViolation`` for an invalid one.
     """
+    data = contribution.data
     if contribution.weight > terms.rules.max_weight:
         raise ProtocolViolation(f"weight {contribution.weight:g} is above {terms.rules.max_weight:g}")
-    if contribution_hash(contribution.data) != contribution.hash:
+    if isinstance(data, DifferenceBytes):  # this member's own
+        return data.values
+    if contribution_hash(data) != contribution.hash:
         raise ProtocolViolation("the contribution does not have its hash")
     if terms.rules.verifiable:
         signed = signed_bytes(terms, index, contribution)
         if not verify(terms.keys[member], contribution.signature, signed):
             raise ProtocolViolation("the contribution is not signed by its author")
-    return terms.codec.decode(contribution.data, terms.size(index))
+    return terms.codec.decode(data, terms.size(index))
 
 
 def read_result(

@@ -20,6 +20,9 @@ from swarmnet_protocols.machine.aio import all_of, cancel, race
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.bandwidth import Arrival
+from swarmnet_protocols.training.codecs.floats import FLOAT32
+from swarmnet_protocols.training.codecs.payload import view
+from swarmnet_protocols.training.codecs.values import Values
 from swarmnet_protocols.training.pacing import Wait
 from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.deadlines import Pace, RoundTiming, SendSchedule
@@ -194,6 +197,13 @@ class RoundRunner:
         self._refuted: dict[PeerId, Refute] = {}
         self._average = torch.empty(terms.count)
         self._in_average: list[bytes] = [b""] * len(terms.slices)
+        """The hash of each slice's result in the average; empty without one."""
+        self._arriving: dict[int, int] = {}
+        """Slice → the member whose result arrives in the slice's part of the average."""
+        self._reducing: int | None = None
+        """The slice that is being reduced in its part of the average."""
+        self._computing = asyncio.Lock()
+        """Held while a slice is reduced, or a result is read and stored."""
         self._bytes_received = 0
         self._closed = False
         self._name = f"exchange {terms.exchange_number} {terms.agreement().hex()[:8]}"
@@ -204,7 +214,7 @@ class RoundRunner:
         """The round's members."""
         return frozenset(member.peer for member in self._terms.members)
 
-    async def prepare(self, values: torch.Tensor, weight: float, inside: int = 0) -> None:
+    async def prepare(self, values: Values, weight: float, inside: int = 0) -> None:
         """Encode this member's contribution.
 
         It makes none if ``weight`` is 0 or a value is not finite. ``inside``: between groups, the
@@ -238,6 +248,10 @@ class RoundRunner:
         self._own = [None for _ in self._own]
         self._contributions = [{} for _ in self._contributions]
         self._assembly.clear()
+        in_time = self._loop.time() < self._began_s + self._context.timing.majority_s
+        is_for_others = self._between is not None or self._terms.slice_number
+        if in_time and self._round.is_whole and not is_for_others:
+            self._results.clear()  # before majority_s, members commit only what all of them hold
         return outcome
 
     async def _until_ended(self) -> Finish:
@@ -363,9 +377,15 @@ class RoundRunner:
             mean = await self._compute(lambda: group_mean(self._terms, index, contributions))
             self._average_between(index, mean)
             return
-        reduced = await self._compute(lambda: reduce_slice(self._terms, index, contributions))
-        if reduced is not None:
-            self._store(index, *reduced)
+        async with self._computing:
+            out = None
+            if not self._in_average[index]:
+                self._reducing, out = index, self._part(index)
+                self._drop_arriving(index)
+            reduced = await self._compute(lambda: reduce_slice(self._terms, index, contributions, out))
+            self._reducing = None
+            if reduced is not None:
+                self._store(index, *reduced)
 
     def _average_between(self, index: int, mean: GroupMean) -> None:
         """Average a slice with the other groups, in the background."""
@@ -377,7 +397,8 @@ class RoundRunner:
         if self._between is None or (found := await self._between(index, mean)) is None:
             return
         make = partial(result_of_groups, self._terms, index, *found, mean.reasons)
-        self._store(index, *await self._compute(make))
+        async with self._computing:
+            self._store(index, *await self._compute(make))
 
     def _averaged_between(self, task: asyncio.Task[None]) -> None:
         self._averaging.discard(task)
@@ -399,13 +420,35 @@ class RoundRunner:
         A result in float32 then shares its memory with the average. The average changes later only
         if the members choose another result.
         """
-        start, end = self._terms.slices[index]
+        part = self._part(index)
         self._results.pop((index, self._in_average[index]), None)
-        self._average[start:end] = values
+        if values.data_ptr() != part.data_ptr():
+            self._drop_arriving(index)
+            part.copy_(values)
         self._in_average[index] = result.hash
-        if not self._terms.is_bundled and self._terms.result_codec.name == "float32":
-            shared = self._average[start:end].view(torch.uint8).numpy().data
-            self._results[index, result.hash] = replace(result, payload=shared)
+        if self._is_plain:
+            self._results[index, result.hash] = replace(result, payload=view(part))
+
+    def _part(self, index: int) -> torch.Tensor:
+        start, end = self._terms.slices[index]
+        return self._average[start:end]
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the payload of a result is its values in float32."""
+        return not self._terms.is_bundled and self._terms.result_codec.name == FLOAT32.name
+
+    def _place(self, index: int, member: int) -> memoryview | None:
+        """Return the part of the average in which a result of ``member`` may arrive, or None."""
+        is_free = not self._in_average[index] and index != self._reducing and index not in self._reading
+        if self._is_plain and is_free and self._arriving.setdefault(index, member) == member:
+            return memoryview(view(self._part(index)))
+        return None
+
+    def _drop_arriving(self, index: int) -> None:
+        """Forget a result that arrives in a part of the average, which is needed now."""
+        if (member := self._arriving.pop(index, None)) is not None:
+            self._assembly.drop_result(member)
 
     # ---- received messages ----------------------------------------------------------------------
 
@@ -446,13 +489,15 @@ class RoundRunner:
             return
         self._round.report_progress(index, self._loop.time())
         limit = self._terms.result_bytes(self._terms.size(index), len(self._terms.members))
-        whole = self._assembly.add(member, header, part, limit, self._loop.time())
+        place = None if header.offset else self._place(index, member)
+        whole = self._assembly.add(member, header, part, limit, self._loop.time(), place)
         if whole is not None:
             result = Result(header.hash, whole.summary, whole.data)
             read = partial(read_result, self._terms, index, result, self._me, self._own[index])
             self._reading.append(index)
             try:
-                self._store(index, result, await self._compute(read))
+                async with self._computing:
+                    self._store(index, result, await self._compute(read))
             except ProtocolViolation as error:
                 # With signed contributions the sender is dishonest, because members forward only
                 # results that they have verified. Without signatures an honest member may forward a
@@ -463,6 +508,8 @@ class RoundRunner:
                 raise
             finally:
                 self._reading.remove(index)
+                if self._arriving.get(index) == member:
+                    del self._arriving[index]
 
     # ---- links and the outcome ------------------------------------------------------------------
 
@@ -517,10 +564,10 @@ class RoundRunner:
             },
         )
 
-    def _encode(self, values: torch.Tensor, weight: float, inside: int) -> list[Contribution]:
+    def _encode(self, values: Values, weight: float, inside: int) -> list[Contribution]:
         contributions = []
         for index, (start, end) in enumerate(self._terms.slices):
-            contribution = Contribution.of(weight, self._terms.codec.encode(values[start:end]), inside)
+            contribution = Contribution.encoded(weight, self._terms.codec, values, start, end, inside)
             if self._terms.rules.verifiable:
                 signature = self._context.sign(signed_bytes(self._terms, index, contribution))
                 contribution = replace(contribution, signature=signature)

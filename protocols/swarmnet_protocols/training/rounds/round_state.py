@@ -105,6 +105,12 @@ class RoundState:
         """The outcome of the round; None until a majority has decided it."""
         return None if self._votes.decided is None else self._votes.decided.hashes
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all members take part, and none has been lost."""
+        others = (each for number, each in enumerate(self._members) if number != self._me)
+        return all(each.has_begun and each.is_linked for each in others)
+
     def link_up(self, member: int, now: float) -> list[Effect]:
         """Report that this member's own stream to ``member`` is open."""
         self._members[member].is_linked, self._members[member].lost_at = True, None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.training.codecs.values import DifferenceBytes, Payload
 from swarmnet_protocols.training.rounds.deadlines import MIN_WAIT_S, Pace
 from swarmnet_protocols.training.rounds.messages import HASH_BYTES, sized_hash
 from swarmnet_protocols.training.rounds.reduction import CONTRIBUTION_HASH_BYTES, Contribution, Result
@@ -21,7 +22,7 @@ Outgoing = tuple[pb.ExchangeRequest, Buffer]
 
 
 def parts(
-    payload: Buffer,
+    payload: Payload,
     header: Callable[[int, bool], pb.ExchangeRequest],
     pace: Pace,
     clock: Callable[[], float],
@@ -32,7 +33,7 @@ def parts(
     While the next part is not due, yields the loop time when it will be. ``header`` gets the offset
     of the part, and whether the part was delayed: its arrival time then does not measure the link.
     """
-    view = memoryview(payload)
+    view = payload if isinstance(payload, DifferenceBytes) else memoryview(payload)
     for offset in range(0, max(len(view), 1), pace.part_bytes):
         paced = False
         while wanted() and (due_s := pace.due_s(offset)) > clock() + MIN_WAIT_S:
@@ -78,16 +79,22 @@ def result_header(index: int, result: Result, offset: int, paced: bool) -> pb.Ex
 class PartialPayload:
     """A payload of announced size that arrives in parts.
 
-    Its memory grows with the bytes that arrived, not with the announced size. ``timed_bytes``
-    arrived in ``timed_s`` seconds. The first part and paced parts are not timed: only a part that
+    It arrives in the memory ``into`` if that is given and has its size. Otherwise its memory grows
+    with the bytes that arrived, not with the announced size. ``timed_bytes`` arrived in
+    ``timed_s`` seconds. The first part and paced parts are not timed: only a part that
     was sent right after another one measures the link.
     """
 
-    def __init__(self, size_bytes: int, hash: bytes, summary: bytes = b"") -> None:
+    def __init__(
+        self, size_bytes: int, hash: bytes, summary: bytes = b"", into: memoryview | None = None
+    ) -> None:
         self.size_bytes = size_bytes
         self.hash = hash
         self.summary = summary
-        self.data = bytearray()
+        self.data: bytearray | memoryview = bytearray()
+        if into is not None and len(into) == size_bytes:
+            self.data = into
+        self._arrived = 0
         self.timed_bytes = 0
         self.timed_s = 0.0
         self._last_s = 0.0
@@ -97,16 +104,20 @@ class PartialPayload:
 
         Raises ``ProtocolViolation`` for a part out of order or too long.
         """
-        if offset != len(self.data) or offset + len(part) > self.size_bytes:
+        if offset != self._arrived or offset + len(part) > self.size_bytes:
             raise ProtocolViolation(
-                f"a part of {len(part)} bytes at {offset}, but {len(self.data)} of {self.size_bytes} bytes arrived"
+                f"a part of {len(part)} bytes at {offset}, but {self._arrived} of {self.size_bytes} bytes arrived"
             )
         if offset and not paced:
             self.timed_bytes += len(part)
             self.timed_s += now - self._last_s
         self._last_s = now
-        self.data += part
-        return len(self.data) == self.size_bytes
+        self._arrived += len(part)
+        if isinstance(self.data, memoryview):
+            self.data[offset : self._arrived] = part
+        else:
+            self.data += part
+        return self._arrived == self.size_bytes
 
 
 class Assembly:
@@ -118,9 +129,17 @@ class Assembly:
         self._partial: dict[tuple[int, str], PartialPayload] = {}
 
     def add(
-        self, member: int, header: pb.Contribution | pb.Result, part: Buffer, limit: int, now: float
+        self,
+        member: int,
+        header: pb.Contribution | pb.Result,
+        part: Buffer,
+        limit: int,
+        now: float,
+        into: memoryview | None = None,
     ) -> PartialPayload | None:
         """Add a part of a payload. Returns the payload with its last part, otherwise None.
+
+        ``into``: the memory for a payload that begins, if it has the payload's size.
 
         Raises ``ProtocolViolation`` for a payload of more than ``limit`` bytes.
         """
@@ -132,7 +151,7 @@ class Assembly:
             if header.size_bytes > limit or len(summary) > MAX_SUMMARY_BYTES:
                 raise ProtocolViolation(f"{header.size_bytes} bytes for a slice of at most {limit}")
             hash = sized_hash(header.hash, hash_bytes)
-            self._partial[key] = PartialPayload(header.size_bytes, hash, summary)
+            self._partial[key] = PartialPayload(header.size_bytes, hash, summary, into)
         partial = self._partial.get(key)
         if partial is None or partial.hash != header.hash:
             return None  # its first part was not wanted
@@ -140,6 +159,10 @@ class Assembly:
             return None
         self.timed[key] = partial.timed_bytes, partial.timed_s
         return self._partial.pop(key)
+
+    def drop_result(self, member: int) -> None:
+        """Forget the result that arrives from a member. Its later parts are not wanted."""
+        self._partial.pop((member, pb.Result.DESCRIPTOR.name), None)
 
     def clear(self) -> None:
         """Free the payloads that have not arrived whole."""

@@ -15,6 +15,7 @@ from swarmnet_node.training.replica import Replica
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.codecs.values import pieces
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.rounds import reduction
 from swarmnet_protocols.training.rounds import terms as terms_module
@@ -47,7 +48,7 @@ def bundle(terms: RoundTerms, index: int, payloads: Payloads) -> Result:
         for member, each in payloads
     ]
     summary = pb.Summary(exchange_number=terms.exchange_number, slice=index, contributors=contributors)
-    data = b"".join(each.data for _, each in payloads)
+    data = b"".join(piece for _, each in payloads for piece in pieces(each.data))
     return Result(result_hash(summary.SerializeToString(), data), summary.SerializeToString(), data)
 
 

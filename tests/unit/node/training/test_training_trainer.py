@@ -285,7 +285,7 @@ def test_the_standard_task_has_the_documented_size(tmp_path: Path) -> None:
     count = parameter_count(model_config(job.model, tmp_path))
     assert count == pytest.approx(1.3e6, rel=0.02)
     needs = check_model(job, vocab_size=256, available_bytes=1 << 40, cache_dir=tmp_path)
-    assert (needs.trained, needs.trained_bytes) == (count, 36 * count)
+    assert (needs.trained, needs.trained_bytes) == (count, 24 * count)
     needed = needs.total_bytes
     file = parse_job(template("diloco").encode())
     line = 1 + template("diloco").splitlines().index("[model.config]")

@@ -62,7 +62,7 @@ class TestVariance:
         methods = {name: NoLoCo(settings) for name in names}
         starts = torch.randn(replicas, 200, generator=torch.Generator().manual_seed(8))
         for method, start in zip(methods.values(), starts, strict=True):
-            method.begin(start)
+            method.begin(start.clone())
         for t in range(rounds):
             sent = {name: method.contribution(t, method.agreed()) for name, method in methods.items()}
             for name, method in methods.items():
