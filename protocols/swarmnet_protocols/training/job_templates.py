@@ -1,5 +1,7 @@
-"""Templates of job files, one for each method and one for adapters. They run unchanged on a small
-standard task."""
+"""Templates of job files: one for each method, one for adapters, and one for a model in stages.
+
+They run unchanged on a small standard task.
+"""
 
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ class _Template:
     )
     sequence_length: int = 256
     batch_size: int = 8
+    stages: str = ""
     method: str = ""
     """The method, if the template has another name."""
 
@@ -72,7 +75,7 @@ validation = 0.02                      # share of the documents that is held out
 
 [training]
 batch_size = {batch_size}                         # sequences in an inner step of one worker
-learning_rate = {learning_rate}
+{microbatch}learning_rate = {learning_rate}
 warmup_steps = 50
 schedule = "cosine"                    # down to a tenth of the rate; or "constant"
 weight_decay = 0.1
@@ -93,6 +96,16 @@ aggregate = "mean"                     # among strangers: "centered-clip" or "me
 [eval]
 every_rounds = {every_rounds}
 batches = 16
+{stages}"""
+
+_MICROBATCH = """\
+microbatch = 2                         # sequences that travel together: with more microbatches than stages, all stages compute at once
+"""
+_STAGES = """
+[stages]                               # each worker has one stage of the model, and microbatches travel through all of them
+count = 3                              # there must be a worker of each: start `swarmnet train join` three times, each with a --data-dir of its own
+cuts = "auto"                          # stages of about equal bytes; or the first block of each stage but the first, such as [1, 3]
+codec = "float32"                      # of what travels between stages; "bfloat16", "int8" and "int4" send a half, a quarter and an eighth
 """
 
 _DILOCO = """\
@@ -186,6 +199,7 @@ learning_rate = 5e-5                   # replaces the learning rate in [training
             method="diloco",
         ),
     ),
+    ("pipeline", _Template(1000, "", every_rounds=50, stages=_STAGES, method="allreduce")),
 )
 
 TEMPLATES = tuple(name for name, _ in _TEMPLATES)
@@ -211,4 +225,6 @@ def template(method: str) -> str:
         learning_rate=chosen.learning_rate,
         settings=chosen.settings,
         every_rounds=chosen.every_rounds,
+        stages=chosen.stages,
+        microbatch=_MICROBATCH if chosen.stages else "",
     )

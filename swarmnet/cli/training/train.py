@@ -41,7 +41,7 @@ def template(
         str,
         typer.Argument(
             metavar="METHOD",
-            help="How workers combine what they learned: allreduce, diloco, streaming, eager, noloco, sparseloco, co2 or zo. Or lora: train an adapter by diloco.",
+            help="How workers combine what they learned: allreduce, diloco, streaming, eager, noloco, sparseloco, co2 or zo. Or lora: train an adapter by diloco. Or pipeline: each worker has one stage of the model.",
         ),
     ],
 ) -> None:

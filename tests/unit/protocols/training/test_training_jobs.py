@@ -26,13 +26,13 @@ def _line(text: str, start: str) -> int:
 @pytest.mark.parametrize("method", TEMPLATES)
 def test_every_template_is_a_job_of_its_method(method: str) -> None:
     job = parse_job(template(method).encode()).job
-    assert job.method.name == ("diloco" if method == "lora" else method)
+    assert job.method.name == {"lora": "diloco", "pipeline": "allreduce"}.get(method, method)
     assert job.make_method().name == job.method.name
     assert job.make_method().steps_per_round * job.job.rounds in range(500, 1001)
 
 
 def test_there_is_a_template_for_every_method() -> None:
-    assert set(TEMPLATES) == {*methods.METHODS, "lora"}
+    assert set(TEMPLATES) == {*methods.METHODS, "lora", "pipeline"}
 
 
 def test_a_template_of_no_method_names_those_there_are() -> None:
