@@ -52,6 +52,12 @@ _COPIES = 4
 """Most encoded vectors that a round sends and receives: contributions and results, each way."""
 
 
+STAY_S = 600.0
+"""Seconds that a worker of a stage stays after its job's last round. With less, `train export`
+finds no worker. With more, a volunteer's machine is kept busy for nothing. A worker that is started
+again after the last round stays as long."""
+
+
 @dataclass(frozen=True)
 class WorkerConfig:
     """The user's settings of a worker. ``job``: an id of 64 hexadecimal digits."""
@@ -318,6 +324,7 @@ class Training:
             self.rng,
             Identity.load_or_create(config.network.peer.identity_path).sign,
             progress=self.progress,
+            stay_s=STAY_S,
             given=self.given,
         )
         checkpoints = CheckpointStore(job_folder(config.data_dir, config.job, stage), self._kept or Kept())

@@ -24,6 +24,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -110,6 +111,9 @@ class WorkerDependencies:
     sign: Callable[[bytes], bytes]
     """Signs with the key of the transport's peer id."""
     progress: Progress = lambda *_: None
+    stay_s: float = 0.0
+    """Seconds that a worker of a stage stays after the last round, so that others can collect the
+    model."""
     given: Given = field(default_factory=Given)
     """Totals of the work of this machine since its data directory exists."""
 
@@ -147,6 +151,7 @@ class Worker:
         self.job_id = opened.id
         self.round = 0
         self.stopping = False
+        self._stopped = asyncio.Event()
         self.is_pausing = False
         self._dependencies = dependencies
         self._transport = dependencies.transport
@@ -246,6 +251,7 @@ class Worker:
                 round=self.round,
                 rounds=self._job.job.rounds,
                 parameters=self._replica.trainer.parameter_count,
+                **self._about_stage(),
             )
             dependencies = self._dependencies
             announcer = Announcer(
@@ -277,6 +283,7 @@ class Worker:
     def stop(self) -> None:
         """Make ``run`` return after the current round."""
         self.stopping = True
+        self._stopped.set()
         if self._pipeline is not None:
             self._pipeline.stop()
 
@@ -313,6 +320,19 @@ class Worker:
             await self._merge_replicas()
         await self._save()
         await self._written()
+        if self._pipeline is not None and self.round >= self._job.job.rounds:
+            await self._stay(self._dependencies.stay_s)
+
+    async def _stay(self, seconds: float) -> None:
+        """Serve the stage after the last round, because no other machine may have it."""
+        if seconds > 0:
+            self._emit(
+                "notice",
+                text=f"the job is done; this worker keeps its stage for {seconds / 60:.0f} minutes: collect the model with `swarmnet train export --swarm`",
+            )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._stopped.wait()
 
     async def _leave_group(self) -> None:
         """Leave before the end of a round. No other worker waits for this one."""
@@ -735,6 +755,13 @@ class Worker:
         return await loop.run_in_executor(self._dependencies.writer, self._checkpoints.spill, pieces)
 
     # ---- helpers --------------------------------------------------------------------------------
+
+    def _about_stage(self) -> dict[str, int]:
+        """Return the fields about this worker's stage in the event "ready"."""
+        trainer, stages = self._replica.trainer, self._job.stages
+        if not isinstance(trainer, StageTrainer) or stages is None:
+            return {}
+        return {"stage": trainer.stage, "stages": stages.count}
 
     def _announcements(self) -> Iterable[Announcement]:
         yield worker_announcement(
