@@ -243,6 +243,7 @@ def worker_messages() -> Iterator[Protobuf]:
     yield pb.WorkerRecord(
         job=_MANIFEST, round=7, state=_MANIFEST[::-1], addresses=addresses, protocol=1, round_s=12.5
     )
+    yield pb.WorkerRecord(job=_MANIFEST, state=_MANIFEST[::-1], addresses=addresses, protocol=1, spare=True)
     yield pb.JobRecord(sealed=b"a sealed job")
     yield pb.MatchmakingRequest(
         job=_MANIFEST, round=7, state=_MANIFEST[::-1], member=member, measured=[measured]
@@ -272,6 +273,17 @@ def worker_messages() -> Iterator[Protobuf]:
     yield pb.MatchmakingReply(roster=roster)
     yield pb.MatchmakingReply(unknown=pb.UnknownAddresses())
     yield pb.MatchmakingReply(position=pb.Position(round=8, state=_MANIFEST, leader=member))
+    place = [0.01, -0.02, 0.005, 0.001, 0.0, 0.25]
+    yield pb.MatchmakingRequest(
+        job=_MANIFEST, state=_MANIFEST[::-1], member=member, followers=40, coordinate=place
+    )
+    yield pb.MatchmakingReply(
+        roster=pb.Roster(
+            round=7, members=[member] * 3, exchange_number=10, bytes_per_s=[1e6], groups=[0, 1, 0]
+        )
+    )
+    yield pb.MatchmakingReply(full=pb.Full(workers=300))
+    yield pb.MatchmakingReply(position=pb.Position(round=8, state=_MANIFEST, full=True, coordinate=place))
     yield pb.StateRequest(job=_MANIFEST, state=_MANIFEST[::-1], describe=pb.Describe())
     yield pb.StateRequest(job=_MANIFEST, state=_MANIFEST[::-1], fetch=pb.Fetch(chunk=300))
     yield pb.StateRequest(job=_MANIFEST, ask_offer=pb.AskOffer(round=7))
@@ -285,6 +297,15 @@ def training_messages() -> Iterator[Protobuf]:
     hashes, signature = _MANIFEST + _MANIFEST[::-1], bytes(range(64))
     vote = pb.Vote(hashes=hashes, signature=signature)
     yield pb.ExchangeRequest(hello=pb.Hello(exchange_number=1 << 40, agreement=_MANIFEST[:16]))
+    yield pb.ExchangeRequest(hello=pb.Hello(exchange_number=1 << 40, agreement=_MANIFEST[:16], between=5))
+    inside = (1 << 63) + 5
+    yield pb.ExchangeRequest(
+        contribution=pb.Contribution(weight=512.0, size_bytes=1, hash=_MANIFEST[:16], inside=inside)
+    )
+    contributor = pb.Contributor(member=2, weight=512.0, hash=_MANIFEST[:16], inside=inside)
+    yield pb.Summary(exchange_number=9, slice=1, contributors=[contributor])
+    yield pb.Summary(exchange_number=9, slice=1, inside=[inside, 7])
+    yield pb.ExchangeReply(result=pb.Result(size_bytes=1, hash=_MANIFEST, summary=b"a summary"))
     yield pb.ExchangeRequest(prepare=pb.Prepare(attempt=3))
     yield pb.ExchangeRequest(report=pb.Report(held=[pb.Held(slice=1, hash=_MANIFEST)], vote=vote))
     yield pb.ExchangeRequest(

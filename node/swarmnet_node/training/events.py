@@ -21,6 +21,7 @@ _STATES = {
     "ready": "training",
     "waiting": "waiting",
     "paused": "paused",
+    "spare": "spare",
     "leaving": "leaving",
     "round": "training",
 }

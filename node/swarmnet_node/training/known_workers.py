@@ -5,6 +5,7 @@ whether this worker has to move to their state.
 """
 
 import asyncio
+import hashlib
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
@@ -85,7 +86,8 @@ class KnownWorkers:
         if not at_once and _now() - self._refreshed_s < self.pause_s():
             return
         self._refreshed_s = _now()
-        found = {each.peer: each for each in await find_workers(self._directory, self._job_id)}
+        workers = await find_workers(self._directory, self._job_id, also_spare=False)
+        found = {each.peer: each for each in workers}
         if found:  # otherwise the directory did not answer
             mates = {peer: each for peer, each in self._known.items() if peer in self._mates}
             self._known = {
@@ -128,11 +130,19 @@ class KnownWorkers:
         """
         if self.is_new and same_state:
             others = [each for each in self.alive() if each.peer not in self._mates or not mine.round]
-            return join(mine, len(self._mates) + 1 if mine.round else 0, await ask(others[:MAX_MEMBERS]))
-        positions = await ask(self.voters()[:MAX_MEMBERS])
+            return join(mine, len(self._mates) + 1 if mine.round else 0, await ask(self._sample(others)))
+        positions = await ask(self._sample(self.voters()))
         if not positions:  # all voters have left
-            positions = await ask(self.alive()[:MAX_MEMBERS])
+            positions = await ask(self._sample(self.alive()))
         return catch_up(mine, positions, same_state=same_state)
+
+    def _sample(self, workers: Sequence[RoundMember]) -> list[RoundMember]:
+        """Return at most ``MAX_MEMBERS`` of ``workers``, in an order that only this worker has. So
+        each worker asks others."""
+        ordered = sorted(
+            workers, key=lambda each: hashlib.sha256(f"{self._me} {each.peer}".encode()).digest()
+        )
+        return ordered[:MAX_MEMBERS]
 
     def set_roster(self, members: Sequence[RoundMember]) -> None:
         """Replace the known workers by the members of a new roster.

@@ -54,7 +54,7 @@ from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.values import Values
 from swarmnet_protocols.training.job_records import job_announcement, worker_announcement
 from swarmnet_protocols.training.jobs import open_job
-from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
+from swarmnet_protocols.training.matchmaking import Matchmaking, NoPlace, OutOfSync
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.pacing import (
     LEAST_WAIT_S,
@@ -91,6 +91,9 @@ UNDECIDED_S = 1.0
 LOOK_S = 5.0
 """Seconds after which a worker that waits for other stages looks whether its own has gone on
 without it."""
+SPARE_S = 5.0
+"""Seconds until a spare worker asks again for a place. With less, many spares keep the others busy.
+With more, a place stays free for longer."""
 RETRY_DOWNLOAD_S = 5.0
 """Seconds until another attempt to download the shared state."""
 
@@ -169,6 +172,8 @@ class Worker:
         self._late = NO_STEPS
         """The work of a contribution that came too late for its round. It counts in the next."""
         self._last_exchange = 0
+        self._spare = False
+        """Whether the job has enough workers, so that this one waits for a place."""
         self._speed = Speed(trainer.step_s) if trainer.step_s else None
         """This worker's measured speed. None until it is known."""
         self._rounds_s: list[float] = []
@@ -312,6 +317,8 @@ class Worker:
                     await self._finish_exchange()
             except OutOfSync as out_of_sync:
                 await self._catch_up(out_of_sync)
+            except NoPlace as no_place:
+                await self._wait_for_place(no_place)
         if self._pipeline is not None:
             await self._pipeline.finish(self._job.exchange.deadline_s)
         if self.round < self._job.job.rounds:
@@ -427,6 +434,14 @@ class Worker:
         self._emit("waiting", round=self.round, workers=present)
         await asyncio.sleep(self._workers.pause_s())
 
+    async def _wait_for_place(self, no_place: NoPlace) -> None:
+        """Wait as a spare worker. Others take it up when somebody has left."""
+        if not self._spare:
+            most = self._job.exchange.max_workers
+            self._emit("spare", round=self.round, workers=no_place.workers, max_workers=most)
+        self._slot, self._spare = None, True
+        await asyncio.sleep(SPARE_S)
+
     async def _train(self, slot: int) -> tuple[Values | None, StepReport]:
         """Train one round. Return its contribution.
 
@@ -508,6 +523,7 @@ class Worker:
             me, self._workers.alive(), self._rates.bytes_per_s(), spent
         )
         self._workers.set_roster(roster.members)
+        self._spare = False
         self._rounds_s = [member.round_s for member in roster.members]
         return roster
 
@@ -530,12 +546,13 @@ class Worker:
         is_last = self.stopping or self.round + 1 >= self._job.job.rounds
         averaging = self._averager.average(
             roster.exchange_number,
-            [member for member in roster.members if member.peer in partners],
+            [member for member in roster.group_of(self._transport.peer_id) if member.peer in partners],
             torch.zeros(end - start) if contribution is None else contribution,
             weight=float(report.tokens),
             codec=self._replica.codec,
             state=self._matchmaking.position.state,
             spread_s=0.0 if is_last or self._speed is None else self._overlap() * self._speed.step_s,
+            groups=roster.groups,
         )
         self._last_exchange = roster.exchange_number
         task = asyncio.create_task(averaging, name="exchange")
@@ -620,16 +637,17 @@ class Worker:
         weight = 0.0 if self._slot is None else 1.0
         try:
             roster = await self._form_group(weight)
-        except OutOfSync as out_of_sync:
-            self._emit("merge", round=self.round, committed=False, reason=str(out_of_sync))
+        except (OutOfSync, NoPlace) as left_out:
+            self._emit("merge", round=self.round, committed=False, reason=str(left_out))
             return
         start_s = self._now()
         outcome = await self._averager.average(
             roster.exchange_number,
-            roster.members,
+            roster.group_of(self._transport.peer_id),
             self._method.agreed(),
             weight=weight,
             codec=get_codec("float32"),
+            groups=roster.groups,
         )
         if outcome.average is not None:
             await self._compute(self._replica.merge, outcome.average)
@@ -765,7 +783,11 @@ class Worker:
 
     def _announcements(self) -> Iterable[Announcement]:
         yield worker_announcement(
-            self._group_id, self._transport.addresses(), self._matchmaking.position, self._round_s()
+            self._group_id,
+            self._transport.addresses(),
+            self._matchmaking.position,
+            self._round_s(),
+            spare=self._spare,
         )
         yield job_announcement(self._sealed)
 

@@ -17,8 +17,10 @@ round.
 """
 
 MAX_MEMBERS = 64
-"""Most workers of a job in one round, so ``max_workers`` cannot be larger.
-
-Every member opens a stream to every other one. The data of a job are divided among ``max_workers``
-slots, so with more slots a pass would leave most of them untouched.
+"""Most members of a group. Every member opens a stream to every other one. A round of more workers
+has several groups.
+"""
+MAX_WORKERS = 1024
+"""Most workers of a job. The data of a job are divided among ``max_workers`` slots. With more, a
+roster does not fit one message.
 """

@@ -71,9 +71,10 @@ def agreed_rates(members: Sequence[PeerId], reports: Mapping[PeerId, Measured]) 
     - A minority among more members moves no rate beyond the reports of honest members.
     - No member moves its own rate.
     """
+    here = frozenset(members)
     by_reporter = {
         reporter: {
-            peer: rate for peer, rate in reports[reporter].items() if peer in members and peer != reporter
+            peer: rate for peer, rate in reports[reporter].items() if peer in here and peer != reporter
         }
         for reporter in members
         if reporter in reports

@@ -103,12 +103,17 @@ async def find_jobs(directory: Directory) -> list[SealedJob]:
 
 
 def worker_announcement(
-    job_id: str, addresses: Sequence[str], position: WorkerPosition, round_s: float = 0.0
+    job_id: str,
+    addresses: Sequence[str],
+    position: WorkerPosition,
+    round_s: float = 0.0,
+    *,
+    spare: bool = False,
 ) -> Announcement:
     """Return the announcement of a worker, for ``WORKER_LIFETIME_S``.
 
     A worker that leaves announces itself without ``addresses``. For ``round_s`` see
-    ``RoundMember``.
+    ``RoundMember``. ``spare``: it waits for a place in the job.
     """
     record = pb.WorkerRecord(
         job=bytes.fromhex(job_id),
@@ -117,16 +122,18 @@ def worker_announcement(
         addresses=listed(addresses),
         protocol=PROTOCOL,
         round_s=round_s,
+        spare=spare,
     )
     return Announcement(f"train/{job_id}", record.SerializeToString(), WORKER_LIFETIME_S)
 
 
 async def find_workers(
-    directory: Directory, job_id: str, *, also_left: bool = False
+    directory: Directory, job_id: str, *, also_left: bool = False, also_spare: bool = True
 ) -> dict[RoundMember, WorkerPosition]:
     """Return the workers with a valid record for the job, ordered by peer id.
 
     ``also_left``: include workers that left in good order. These have no addresses.
+    ``also_spare``: include workers that wait for a place in the job.
     """
     found = {}
     for record in await directory.lookup(f"train/{job_id}"):
@@ -138,7 +145,7 @@ async def find_workers(
         if body.job.hex() == job_id and body.protocol == PROTOCOL and len(body.state) == HASH_BYTES:
             addresses = tuple(body.addresses[:MAX_ADDRESSES])
             worker = RoundMember(peer_id_of(record.signer), addresses, round_s=round_s)
-            if worker.addresses or also_left:
+            if (worker.addresses or also_left) and (also_spare or not body.spare):
                 found[worker] = WorkerPosition(body.round, body.state)
     return dict(sorted(found.items(), key=lambda each: each[0].peer))
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.session import MAX_RANK
-from swarmnet_protocols.training import MAX_MEMBERS
+from swarmnet_protocols.training import MAX_MEMBERS, MAX_WORKERS
 
 if TYPE_CHECKING:
     from swarmnet_protocols.training.methods import Method
@@ -236,8 +236,8 @@ class ExchangeSection(_Section):
     codec: Name | None = None
     """The codec of contributions; None for the method's default."""
     deadline_s: float = Field(default=60.0, gt=0, le=86_400)
-    min_workers: int = Field(default=1, ge=1, le=MAX_MEMBERS)
-    max_workers: int = Field(default=MAX_MEMBERS, ge=1, le=MAX_MEMBERS)
+    min_workers: int = Field(default=1, ge=1, le=MAX_WORKERS)
+    max_workers: int = Field(default=MAX_MEMBERS, ge=1, le=MAX_WORKERS)
     aggregate: Literal["mean", "median", "centered-clip"] = "mean"
 
     @model_validator(mode="after")
@@ -248,6 +248,14 @@ class ExchangeSection(_Section):
                 "max_workers",
                 f"must be at least min_workers = {self.min_workers}",
                 hint="raise it, or lower min_workers",
+            )
+        if self.max_workers > MAX_MEMBERS and self.aggregate != "mean":
+            raise JobError(
+                "exchange",
+                "max_workers",
+                f"must be at most {MAX_MEMBERS} with aggregate = {self.aggregate!r}: more workers form "
+                "groups, and nobody can verify the result of another group",
+                hint='lower it, or set aggregate = "mean"',
             )
         return self
 
@@ -321,13 +329,16 @@ class Job(_Section):
 
         Raises ``JobError`` that names a wrong setting.
         """
-        from swarmnet_protocols.training.methods import get_method
+        from swarmnet_protocols.training.methods import ZeroOrder, get_method
 
         try:
-            return get_method(self.method.name, self.method.settings, self.method.code)
+            method = get_method(self.method.name, self.method.settings, self.method.code)
         except ConfigError as error:
             named = (key for key in self.method.settings if re.search(rf"\b{re.escape(key)}\b", str(error)))
             raise JobError("method", next(named, "name"), f"is wrong: {error}", hint=error.hint) from error
+        if isinstance(method, ZeroOrder):
+            method.slots = max(MAX_MEMBERS, self.exchange.max_workers)
+        return method
 
     def about(self, hashes: Sequence[tuple[str, int] | None], manifest: bytes | None) -> "Job":
         """Return this job in publishable form.

@@ -13,6 +13,15 @@ ones. So workers never wait for each other in a circle.
    the higher peer id. That leader then follows the other, together with its followers.
 4. Every follower gets the same roster and closes its stream.
 
+With more than ``MAX_MEMBERS`` workers, one leader would have too many streams. Workers whose peer
+ids have hashes with the same first bits are *neighbours*, and follow a leader among them. When this
+leader has its followers, it follows the leader with the lowest peer id of all, and forwards their
+requests. It sends them the roster that it gets. The first bits of a hash do not change when others
+come or go, so workers whose directories differ agree on most neighbours.
+
+If a job has more workers than it may have, the roster leaves some out. They are *spare*, and ask
+again.
+
 A worker that asks a follower is redirected to the follower's leader. A worker at another position
 than the leader gets the leader's position instead of a roster, and catches up (``catch_up.py``).
 The leader then expects that worker in its next group.
@@ -20,19 +29,23 @@ The leader then expects that worker in its next group.
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from functools import partial
+from typing import NoReturn, TypeVar
 
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation, StreamEnded, SwarmnetError
-from swarmnet_protocols.machine.aio import all_of, race
+from swarmnet_protocols.machine.aio import all_of, in_background, race
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.net.typed_stream import TypedStream
+from swarmnet_protocols.routing.coordinates import OwnCoordinate, read_coordinate
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training import MAX_MEMBERS
+from swarmnet_protocols.training import MAX_MEMBERS, MAX_WORKERS
 from swarmnet_protocols.training.bandwidth import Measured
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.pacing import NOTHING, Spent
@@ -54,6 +67,7 @@ from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 _log = logging.getLogger(__name__)
+K = TypeVar("K", bound=Hashable)
 _ToLeader = TypedStream[pb.MatchmakingRequest, pb.MatchmakingReply]
 _ToFollower = TypedStream[pb.MatchmakingReply, pb.MatchmakingRequest]
 _Follower = tuple[JoinRequest, asyncio.Future[Roster]]
@@ -66,6 +80,14 @@ class _Redirected(SwarmnetError):
     def __init__(self, leader: RoundMember) -> None:
         super().__init__(f"{leader.peer} is the leader")
         self.leader = leader
+
+
+class NoPlace(SwarmnetError):
+    """The job has all the workers that it may have, and this worker is none of them."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(f"the job has {workers} workers, and takes no more")
+        self.workers = workers
 
 
 class OutOfSync(SwarmnetError):
@@ -83,6 +105,10 @@ ELSEWHERE_S = 8.0
 A shorter wait leaves out workers that would fetch the state and return. A longer one lets workers
 that cannot catch up delay every round.
 """
+
+PROBES = 3
+"""Workers whose delay a worker measures in each round of several groups. With fewer, its coordinate
+takes more rounds to settle. With more, it opens more streams."""
 
 MAX_REDIRECTS = 8
 """Most redirects that a follower accepts in a row."""
@@ -141,6 +167,14 @@ class Matchmaking:
 
         They learnt this worker's position, and may have to fetch its state first.
         """
+        self._forwarded: frozenset[PeerId] = frozenset()
+        """The followers whose requests this worker has forwarded. They stay with this worker."""
+        self._bits = 0
+        """Number of bits in which the hashes of neighbours agree."""
+        self._waits_for_far = False
+        """Whether this worker leads its neighbours, has all of them, and waits for others."""
+        self._rng = random.Random(transport.peer_id)
+        self._own = OwnCoordinate(self._rng)
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
@@ -168,42 +202,78 @@ class Matchmaking:
         - ``measured``: bandwidths that this worker measured.
         - ``spent``: what this worker spent on the round.
 
-        Raises ``OutOfSync`` if the others are at another position.
+        Raises ``OutOfSync`` if the others are at another position, and ``NoPlace`` if the job has
+        enough workers.
         """
         self._averaging = False
         await self._dismiss_out_of_sync()
-        mine = JoinRequest(me, self.position, measured, spent, asyncio.get_running_loop().time())
-        others = sorted(others, key=lambda member: member.peer)
-        leaders = [each for each in others if each.peer < me.peer and each.peer not in self._followers]
-        expected = {each.peer: each for each in others if each.peer > me.peer} | self._returning
+        now = asyncio.get_running_loop().time()
+        mine = JoinRequest(me, self.position, measured, spent, now, self._own.coordinate)
+        full = len(self._book.addresses) >= self._max_members
+        others = [each for each in others if not full or each.peer in self._book.addresses]
+        others.sort(key=lambda member: member.peer)
+        self._bits = max(0, math.ceil(math.log2((len(others) + 1) / MAX_MEMBERS)))
+        near = [each for each in others if self._is_near(each.peer)]
+        far = [each for each in others if not self._is_near(each.peer)]
+        leaders = [each for each in near if each.peer < me.peer and each.peer not in self._followers]
+        expected = {each.peer: [each] for each in near if each.peer > me.peer}
+        expected |= {each.peer: [each] for each in self._returning.values()}
         self._returning, self._rival = {}, None
         round = self.position.round
         _log.debug("round %d: looks for a group among %d workers", round, len(others))
         try:
-            roster = await self._follow_first(leaders, mine)
-            while roster is None:
-                try:
-                    roster = await self._lead(mine, expected)
-                except _Redirected as rival:
-                    roster = await self._follow_first([rival.leader], mine)
+            async with in_background(self._measure(others if far else ())):
+                roster = await self._follow_first(leaders, mine)
+                while roster is None:
+                    try:
+                        roster = await self._lead(mine, expected, far)
+                    except _Redirected as rival:
+                        roster = await self._follow_first([rival.leader], mine)
+            self._hand_on(roster)
         except OutOfSync as elsewhere:
             _log.debug("round %d: %s", round, elsewhere)
             raise
         members = [member.peer for member in roster.members]
+        if me.peer not in members:
+            raise NoPlace(len(members))
         fields = {"exchange": roster.exchange_number, "members": members}
         _log.debug("round %d: a group is formed", round, extra=fields)
         self._averaging = True
         self._book = AddressBook.of(roster.members)
         return roster
 
+    def _hand_on(self, roster: Roster) -> None:
+        """Answer the followers that waited for this roster."""
+        here = {member.peer for member in roster.members}
+        for request, answer in self._followers.values():
+            is_here = not here.isdisjoint(each.member.peer for each in request.everybody())
+            is_here = is_here and self._is_here(request.position)
+            if not answer.done() and (is_here or request.member.peer in self._forwarded):
+                answer.set_result(roster)
+        self._forwarded = frozenset()
+
+    def _is_near(self, peer: PeerId) -> bool:
+        """Return whether ``peer`` is a neighbour."""
+        return self._prefix(peer) == self._prefix(self._transport.peer_id)
+
+    def _prefix(self, peer: PeerId) -> int:
+        """Return the first bits of the hash of ``peer``."""
+        number = int.from_bytes(hashlib.sha256(peer.encode()).digest()[:4], "big")
+        return number >> (32 - self._bits)
+
+    async def _measure(self, others: Sequence[RoundMember]) -> None:
+        """Measure the delay to a few workers."""
+        await self.positions(self._rng.sample(others, min(PROBES, len(others))))
+
     async def positions(
         self, members: Sequence[RoundMember], *, leading: bool = False
     ) -> dict[PeerId, WorkerPosition]:
         """Return the positions of the ``members`` that answer.
 
-        ``leading``: tell them that this worker leads, and at which position.
+        ``leading``: tell them that this worker leads, and at which position. Raises ``NoPlace`` if
+        most of them say that the job has enough workers.
         """
-        request = pb.MatchmakingRequest(job=self._job)
+        request, full = pb.MatchmakingRequest(job=self._job), list[PeerId]()
         if leading:
             request.round, request.state = self.position.round, self.position.state
 
@@ -213,14 +283,23 @@ class Matchmaking:
                     self._transport, member.peer, self._timing, addresses=member.addresses
                 )
                 stream.silence_s = self._timing.silence_s
+                sent_s = asyncio.get_running_loop().time()
                 reply, _ = await stream.ask(request)
+                if (place := read_coordinate(reply.position.coordinate)) is not None:
+                    round_trip_s = asyncio.get_running_loop().time() - sent_s
+                    self._own.measured(member.peer, place, round_trip_s / 2)
+                if reply.position.full:
+                    full.append(member.peer)
                 if reply.position.HasField("leader"):
                     await self._hear_of(member_from_wire(reply.position.leader))
                 return WorkerPosition(reply.position.round, reply.position.state)
             return None
 
         answers = zip(members, await all_of(*map(probe, members)), strict=True)
-        return {member.peer: position for member, position in answers if position is not None}
+        found = {member.peer: position for member, position in answers if position is not None}
+        if leading and 2 * len(full) > len(found):
+            raise NoPlace(self._max_members)
+        return found
 
     # ---- as follower ----------------------------------------------------------------------------
 
@@ -235,6 +314,8 @@ class Matchmaking:
             except OutOfSync as elsewhere:
                 if elsewhere.position.round >= self.position.round:
                     raise
+            except NoPlace:
+                raise
             except SwarmnetError as error:
                 _log.debug("round %d: does not follow %s: %s", self.position.round, member.peer, error)
         return None
@@ -247,7 +328,7 @@ class Matchmaking:
                 return await self._ask(leader, mine, redirect=True)
             except _Redirected as redirected:
                 leader = redirected.leader
-            except OutOfSync:
+            except (OutOfSync, NoPlace):
                 raise
             except SwarmnetError:
                 if leader is member:
@@ -292,14 +373,27 @@ class Matchmaking:
     async def _until_rival_of(self, leader: PeerId) -> NoReturn:
         """Raise ``_Redirected`` once another leader with a lower peer id is known."""
         async with self._changed:
-            while self._rival is None or self._rival.peer >= leader:
+            while self._rival is None or not self._outranks(self._rival.peer, leader):
                 await self._changed.wait()
             rival, self._rival = self._rival, None
         raise _Redirected(rival)
 
+    def _outranks(self, rival: PeerId, leader: PeerId) -> bool:
+        """Return whether this worker leaves ``leader`` for ``rival``.
+
+        A worker that follows a neighbour, or waits for neighbours, stays with them.
+        """
+        return rival < leader and (self._is_near(rival) or not self._is_near(leader) or self._waits_for_far)
+
     async def _request_roster(self, stream: _ToLeader, mine: JoinRequest) -> Roster:
         book = self._book
+        if not self._is_near(stream.peer):  # neighbours are redirected instead
+            followers = tuple(request for request, _ in self._ready(mine).values())
+            mine = replace(mine, followers=followers)
+        self._forwarded = frozenset(each.member.peer for each in mine.followers)
         await stream.send(request_to_wire(self._job, mine, book))
+        for each in mine.everybody()[1:]:
+            await stream.send(request_to_wire(self._job, replace(each, followers=()), NO_ADDRESSES))
         while True:
             reply, _ = await stream.receive()
             match reply.WhichOneof("kind"):
@@ -309,6 +403,8 @@ class Matchmaking:
                 case "roster":
                     round = mine.position.round
                     return roster_from_wire(reply.roster, round=round, me=mine.member, book=book)
+                case "full":
+                    raise NoPlace(reply.full.workers)
                 case "unknown" if book is not NO_ADDRESSES:
                     book = NO_ADDRESSES
                     await stream.send(request_to_wire(self._job, mine, book))
@@ -317,36 +413,76 @@ class Matchmaking:
 
     # ---- as leader ------------------------------------------------------------------------------
 
-    async def _lead(self, mine: JoinRequest, expected: dict[PeerId, RoundMember]) -> Roster:
-        expected = {peer: member for peer, member in expected.items() if not self._is_excluded(peer)}
-        self._leader = mine.member
-        _log.debug("round %d: leads", mine.position.round)
+    async def _lead(
+        self, mine: JoinRequest, near: dict[PeerId, list[RoundMember]], far: Sequence[RoundMember]
+    ) -> Roster:
+        """Return the roster of this worker's followers, or of a larger group that it joins with
+        them.
 
-        def complete() -> bool:
-            here = self._ready(mine)
-            return expected.keys() <= here.keys() or len(here) + 1 >= self._max_members
+        ``near``: the workers to wait for first. ``far``: workers that are no neighbours.
+        """
+        _log.debug("round %d: leads", mine.position.round)
+        await self._gather(mine, near, self._timeout_s / 2 if far else self._timeout_s)
+        self._waits_for_far = True
+        try:
+            if lower := [each for each in far if each.peer < mine.member.peer]:
+                roster = await self._follow_first(lower, mine)
+                if roster is not None:
+                    return roster
+            heads: dict[int, list[RoundMember]] = {}
+            for each in far:
+                if each.peer > mine.member.peer:
+                    heads.setdefault(self._prefix(each.peer), []).append(each)
+            await self._gather(mine, heads, self._timeout_s)
+        finally:
+            self._waits_for_far = False
+        followers = self._ready(mine)
+        self._forwarded = frozenset(followers)
+        return Roster.of(mine, [request for request, _ in followers.values()], self._max_members)
+
+    async def _gather(
+        self, mine: JoinRequest, expected: Mapping[K, list[RoundMember]], timeout_s: float
+    ) -> None:
+        """Wait for followers, for at most ``timeout_s``.
+
+        ``expected``: lists of workers. Of each, one is to come, if it is alive: of neighbours, the
+        worker itself; of other workers, the leader of their neighbours.
+        """
+        waiting = {
+            key: [each for each in workers if not self._is_excluded(each.peer)]
+            for key, workers in expected.items()
+        }
+        self._leader = mine.member
+
+        def missing() -> dict[K, list[RoundMember]]:
+            here = {
+                each.member.peer for request, _ in self._ready(mine).values() for each in request.everybody()
+            }
+            if len(here) + 1 >= self._max_members:
+                return {}
+            return {
+                key: workers
+                for key, workers in waiting.items()
+                if workers and here.isdisjoint(each.peer for each in workers)
+            }
 
         async def enough() -> None:
             async with self._changed:
-                await self._changed.wait_for(complete)
+                await self._changed.wait_for(lambda: not missing())
 
-        rival, probes = self._until_rival_of(mine.member.peer), self._probe_missing(mine, expected)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await race(rival, enough(), probes)
+            async with asyncio.timeout(timeout_s):
+                rival = self._until_rival_of(mine.member.peer)
+                await race(rival, enough(), self._probe_missing(mine, missing))
         except TimeoutError:
             pass  # workers that have not come in time are not in this round
         finally:
             self._leader = None
-        followers = self._ready(mine)
-        roster = Roster.of(mine, [request for request, _ in followers.values()], self._max_members)
-        for member in roster.members:
-            if member.peer in followers:
-                followers[member.peer][1].set_result(roster)
-        return roster
 
-    async def _probe_missing(self, mine: JoinRequest, expected: dict[PeerId, RoundMember]) -> NoReturn:
-        """Remove workers from ``expected`` that do not answer.
+    async def _probe_missing(
+        self, mine: JoinRequest, missing: Callable[[], dict[K, list[RoundMember]]]
+    ) -> NoReturn:
+        """Probe the first worker of every missing list, and remove it if it does not answer.
 
         Workers at other positions are removed after ``ELSEWHERE_S``. Raises ``OutOfSync`` if this
         worker is behind, or if more workers have another state than its own.
@@ -359,13 +495,12 @@ class Matchmaking:
             left_s = elsewhere_until - clock()
             await asyncio.sleep(min(pause_s, left_s) if left_s > 0 else pause_s)
             pause_s = min(2 * pause_s, self._timing.matchmaking_poll_s)
-            here = self._ready(mine)
-            missing = [member for peer, member in expected.items() if peer not in here]
-            found = await self.positions(missing, leading=True)
-            for peer in [member.peer for member in missing]:
-                is_late = clock() >= elsewhere_until
+            here, lists = self._ready(mine), list(missing().values())
+            found = await self.positions([workers[0] for workers in lists], leading=True)
+            for workers in lists:
+                is_late, peer = clock() >= elsewhere_until, workers[0].peer
                 if peer not in found or (is_late and not self._is_coming(peer, found[peer])):
-                    expected.pop(peer, None)
+                    workers.pop(0)
             others = {peer: each for peer, each in found.items() if self._is_elsewhere(each)}
             for peer, position in others.items():
                 if position.round > self.position.round or len(others) > len(here):
@@ -416,24 +551,35 @@ class Matchmaking:
             raise ProtocolViolation("another job")
         if self._left_for_good:
             return
+        if request.HasField("member") and self._has_no_place(stream.peer):
+            await stream.send(_full_reply(len(self._book.addresses)))
+            return
         if not request.HasField("member"):
             await stream.send(await self._answer_to_probe(request, stream.peer))
             return
         if request.known and not self._book.matches(request.known, stream.peer):
             await stream.send(pb.MatchmakingReply(unknown=pb.UnknownAddresses()))
             request, _ = await stream.receive()
-        stream.silence_s = math.inf  # a follower waits for the group without sending
         arrived_s = asyncio.get_running_loop().time()
         join = replace(request_from_wire(request, stream.peer, self._book), arrived_s=arrived_s)
+        join = replace(join, followers=await self._forwarded_requests(stream, join, request.followers))
+        stream.silence_s = math.inf  # a follower waits for the group without sending
         answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
         self._followers[stream.peer] = join, answer
         try:
             await self._dismiss_out_of_sync()
             roster = await race(
-                stream.send_heartbeats(self._timing.matchmaking_heartbeat_s, self._heartbeat),
+                stream.send_heartbeats(
+                    self._timing.matchmaking_heartbeat_s, partial(self._heartbeat, stream.peer)
+                ),
                 self._until_it_ends(stream),
                 answer,
             )
+            if {member.peer for member in roster.members}.isdisjoint(
+                each.member.peer for each in join.everybody()
+            ):
+                await stream.send(_full_reply(len(roster.members)))
+                return
             await stream.send(pb.MatchmakingReply(roster=roster_to_wire(roster, request.known)))
         except OutOfSync as elsewhere:
             self._expect(join.member)
@@ -444,8 +590,29 @@ class Matchmaking:
             async with self._changed:
                 self._changed.notify_all()
 
-    def _heartbeat(self) -> pb.MatchmakingReply:
-        leader = None if self._redirect_to is None else member_to_wire(self._redirect_to)
+    async def _forwarded_requests(
+        self, stream: _ToFollower, join: JoinRequest, count: int
+    ) -> tuple[JoinRequest, ...]:
+        """Receive the requests that a follower forwards."""
+        if count >= MAX_WORKERS:
+            raise ProtocolViolation(f"a follower forwards {count} requests")
+        forwarded = []
+        for _ in range(count):
+            request, _ = await stream.receive()
+            each = request_from_wire(request, PeerId(request.member.id), NO_ADDRESSES)
+            if request.job != self._job or each.position.round != join.position.round:
+                raise ProtocolViolation("a forwarded request of another round")
+            forwarded.append(replace(each, arrived_s=join.arrived_s))
+        return tuple(each for each in forwarded if not self._is_excluded(each.member.peer))
+
+    def _has_no_place(self, peer: PeerId) -> bool:
+        """Return whether the last roster was full, and did not have ``peer``."""
+        book = self._book.addresses
+        return len(book) >= self._max_members and peer not in book
+
+    def _heartbeat(self, follower: PeerId) -> pb.MatchmakingReply:
+        leads = self._redirect_to is None or follower in self._forwarded
+        leader = None if leads or self._redirect_to is None else member_to_wire(self._redirect_to)
         return pb.MatchmakingReply(heartbeat=pb.LeaderHeartbeat(leader=leader))
 
     async def _until_it_ends(self, stream: _ToFollower) -> NoReturn:
@@ -458,6 +625,8 @@ class Matchmaking:
         A request with a state comes from another leader.
         """
         reply, prober = _position_reply(self.position), RoundMember(peer)
+        reply.position.coordinate.extend(self._own.coordinate.numbers())
+        reply.position.full = self._has_no_place(peer)
         if request.state and self._is_here(WorkerPosition(request.round, request.state)):
             if (lower := await self._hear_of(prober)) is not None:
                 reply.position.leader.CopyFrom(member_to_wire(lower))
@@ -467,7 +636,7 @@ class Matchmaking:
 
     def _expect(self, member: RoundMember) -> None:
         """Expect a worker in the next group, because it learnt this worker's position."""
-        if len(self._returning) < MAX_MEMBERS:
+        if len(self._returning) < MAX_MEMBERS and not self._has_no_place(member.peer):
             self._returning[member.peer] = member
 
     async def _hear_of(self, leader: RoundMember) -> RoundMember | None:
@@ -504,3 +673,7 @@ class Matchmaking:
 
 def _position_reply(position: WorkerPosition) -> pb.MatchmakingReply:
     return pb.MatchmakingReply(position=pb.Position(round=position.round, state=position.state))
+
+
+def _full_reply(workers: int) -> pb.MatchmakingReply:
+    return pb.MatchmakingReply(full=pb.Full(workers=workers))

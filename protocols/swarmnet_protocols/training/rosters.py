@@ -2,13 +2,15 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import public_key_of
-from swarmnet_protocols.training import MAX_MEMBERS
+from swarmnet_protocols.routing.coordinates import Coordinate, read_coordinate
+from swarmnet_protocols.training import MAX_MEMBERS, MAX_WORKERS
 from swarmnet_protocols.training.bandwidth import Measured, agreed_rates
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.pacing import NOTHING, Spent, Wait, waited_for
@@ -16,6 +18,8 @@ from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 MAX_ADDRESSES = 16
+MAX_ADDRESSES_OF_MANY = 4
+"""As ``MAX_ADDRESSES``, in a roster of several groups. With more, it does not fit one message."""
 MAX_BYTES_PER_S = 1e12
 MAX_WEIGHT = 1e12
 MAX_ROUND_S = 1e7
@@ -37,6 +41,10 @@ ADDRESS_BOOK_HASH_BYTES = 16
 """Half a SHA-256. Enough to compare the addresses of two workers."""
 
 
+ORIGIN = Coordinate()
+"""The place of a worker that has measured no delay."""
+
+
 @dataclass(frozen=True)
 class JoinRequest:
     """A worker that wants to be in a roster: its position, and the rates that it measured."""
@@ -48,39 +56,96 @@ class JoinRequest:
     """The seconds that the worker spent on its round, by their cause."""
     arrived_s: float = 0.0
     """When the leader got the request, loop time."""
+    coordinate: Coordinate = ORIGIN
+    """The worker's place in the network."""
+    followers: "tuple[JoinRequest, ...]" = ()
+    """The requests of workers that follow this one, which follows another leader itself."""
+
+    def everybody(self) -> "tuple[JoinRequest, ...]":
+        """Return this request and those of the worker's followers."""
+        return self, *(each for follower in self.followers for each in follower.everybody())
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The members of one exchange, ordered by peer id."""
+    """The members of one exchange, ordered by peer id. They are in one group, or in several."""
 
     round: int
     exchange_number: int
     members: tuple[RoundMember, ...]
     waited: Wait | None = None
     """The worker that all others waited for."""
+    numbers: tuple[int, ...] = ()
+    """The group of every member; empty if all are in one."""
+
+    @property
+    def groups(self) -> tuple[tuple[RoundMember, ...], ...]:
+        """The members of each group; empty if all are in one."""
+        groups: list[list[RoundMember]] = [[] for _ in set(self.numbers)]
+        for member, number in zip(self.members, self.numbers, strict=bool(self.numbers)):
+            groups[number].append(member)
+        return tuple(map(tuple, groups))
+
+    def group_of(self, peer: PeerId) -> tuple[RoundMember, ...]:
+        """Return the members that average with ``peer``."""
+        return self.groups[self.numbers[self.slot(peer)]] if self.numbers else self.members
 
     @classmethod
     def of(cls, leader: JoinRequest, followers: Sequence[JoinRequest], max_members: int) -> "Roster":
-        """Make the roster of a leader and its followers.
+        """Make the roster of a leader, its followers and theirs.
 
         If there are too many, contributors have priority over newcomers.
         """
-        ordered = sorted(followers, key=lambda follower: (follower.member.weight == 0, follower.member.peer))
-        reports = {each.member.peer: each for each in (leader, *ordered[: max_members - 1])}
+        present = {each.member.peer: each for follower in followers for each in follower.everybody()}
+        present |= {each.member.peer: each for each in (leader, *followers)}
+        ordered = sorted(
+            present.values(), key=lambda each: (each is not leader, each.member.weight == 0, each.member.peer)
+        )
+        reports = {each.member.peer: each for each in ordered[:max_members]}
         peers, round = sorted(reports), leader.position.round
-        rates = agreed_rates(peers, {peer: each.measured for peer, each in reports.items()})
+        groups = arranged({peer: reports[peer].coordinate for peer in peers})
+        numbers = {peer: number for number, group in enumerate(groups) for peer in group}
+        measured = {peer: each.measured for peer, each in reports.items()}
+        rates = {peer: rate for group in groups for peer, rate in agreed_rates(group, measured).items()}
         newest = max(each.member.last_exchange for each in reports.values())
         members = tuple(replace(reports[peer].member, bytes_per_s=rates[peer]) for peer in peers)
+        if len(groups) > 1:
+            members = tuple(
+                replace(each, addresses=each.addresses[:MAX_ADDRESSES_OF_MANY]) for each in members
+            )
         waited = waited_for(
             {peer: each.arrived_s for peer, each in reports.items()},
             {peer: each.spent for peer, each in reports.items()},
         )
-        return cls(round, next_exchange_number(round, newest), members, waited)
+        split = tuple(numbers[peer] for peer in peers) if len(groups) > 1 else ()
+        return cls(round, next_exchange_number(round, newest), members, waited, split)
 
     def slot(self, peer: PeerId) -> int:
         """Return the index of a member. It selects the member's data in the next round."""
         return [member.peer for member in self.members].index(peer)
+
+
+def arranged(places: Mapping[PeerId, Coordinate]) -> list[list[PeerId]]:
+    """Divide workers into as few groups of at most ``MAX_MEMBERS`` as possible, near ones together.
+
+    The sizes differ by at most one. Half of the groups get the workers on one side of the widest
+    axis, and so on in each half.
+    """
+    return _halved(sorted(places), places, -(-len(places) // MAX_MEMBERS))
+
+
+def _halved(peers: list[PeerId], places: Mapping[PeerId, Coordinate], groups: int) -> list[list[PeerId]]:
+    if groups <= 1:
+        return [sorted(peers)]
+    axes = list(zip(*(places[peer].position for peer in peers), strict=True))
+    widest = max(range(len(axes)), key=lambda axis: max(axes[axis]) - min(axes[axis]))
+    ordered = sorted(peers, key=lambda peer: (places[peer].position[widest], peer))
+    least, larger = divmod(len(peers), groups)
+    cut = least * (groups // 2) + min(larger, groups // 2)
+    return [
+        *_halved(ordered[:cut], places, groups // 2),
+        *_halved(ordered[cut:], places, groups - groups // 2),
+    ]
 
 
 @dataclass(frozen=True)
@@ -158,6 +223,8 @@ def request_to_wire(job: bytes, request: JoinRequest, book: AddressBook) -> pb.M
         measured=measured_to_wire(request.measured),
         known=book.hash if book.has(request.member) else b"",
         spent_s=request.spent if any(request.spent) else (),
+        followers=len(request.followers),
+        coordinate=() if request.coordinate == ORIGIN else request.coordinate.numbers(),
     )
 
 
@@ -176,7 +243,8 @@ def request_from_wire(request: pb.MatchmakingRequest, peer: PeerId, book: Addres
         raise ProtocolViolation("a follower may join only under its own peer id")
     position = WorkerPosition(request.round, request.state)
     spent = Spent(*map(round_seconds, request.spent_s[: len(Spent._fields)]))
-    return JoinRequest(member, position, measured_from_wire(request.measured), spent)
+    place = read_coordinate(request.coordinate) or ORIGIN
+    return JoinRequest(member, position, measured_from_wire(request.measured), spent, coordinate=place)
 
 
 def measured_to_wire(measured: Measured) -> list[pb.Measured]:
@@ -204,6 +272,7 @@ def roster_to_wire(roster: Roster, known: bytes = b"") -> pb.Roster:
             exchange_number=roster.exchange_number,
             bytes_per_s=rates,
             waited=waited,
+            groups=roster.numbers,
         )
     return pb.Roster(
         round=roster.round,
@@ -213,13 +282,14 @@ def roster_to_wire(roster: Roster, known: bytes = b"") -> pb.Roster:
         bytes_per_s=_compact(rates),
         rounds_s=_compact([member.round_s for member in roster.members]),
         waited=waited,
+        groups=roster.numbers,
     )
 
 
 def roster_from_wire(
     wire: pb.Roster, *, round: int, me: RoundMember, book: AddressBook = NO_ADDRESSES
 ) -> Roster:
-    """Parse the roster of ``round``, which must contain ``me``.
+    """Parse the roster of ``round`` that ``me`` asked for. It may leave ``me`` out.
 
     ``book``: addresses that the roster may name by their hash. Raises ``ProtocolViolation`` for
     another round's roster, or an exchange number that is not above every member's last one or too
@@ -229,14 +299,25 @@ def roster_from_wire(
     peers = [member.peer for member in members]
     if peers != sorted(set(peers)):
         raise ProtocolViolation("a roster must be sorted by peer id, without duplicates")
-    if wire.round != round or me.peer not in peers:
-        raise ProtocolViolation("the roster of another round, or one without this worker")
+    if wire.round != round:
+        raise ProtocolViolation("the roster of another round")
     newest = max(me.last_exchange, *(member.last_exchange for member in members))
     lowest = next_exchange_number(round, newest)
     highest = highest_exchange_number(round, me.last_exchange, MAX_AHEAD_OF_FOLLOWER)
     if not lowest <= wire.exchange_number <= highest:
         raise ProtocolViolation(f"exchange number {wire.exchange_number} is not in [{lowest}, {highest}]")
-    return Roster(wire.round, wire.exchange_number, members, _waited(wire, members))
+    numbers = _group_numbers(wire, len(members))
+    return Roster(wire.round, wire.exchange_number, members, _waited(wire, members), numbers)
+
+
+def _group_numbers(wire: pb.Roster, members: int) -> tuple[int, ...]:
+    sizes = Counter(wire.groups)
+    expected = members if members > MAX_MEMBERS or sizes else 0
+    if len(wire.groups) != expected or (sizes and [*sorted(sizes)] != [*range(max(2, len(sizes)))]):
+        raise ProtocolViolation("a roster of many members names the group of each, from 0")
+    if any(size > MAX_MEMBERS for size in sizes.values()):
+        raise ProtocolViolation(f"a group has at most {MAX_MEMBERS} members")
+    return tuple(wire.groups)
 
 
 def _waited(wire: pb.Roster, members: Sequence[RoundMember]) -> Wait | None:
@@ -249,8 +330,8 @@ def _waited(wire: pb.Roster, members: Sequence[RoundMember]) -> Wait | None:
 
 
 def _listed_members(wire: pb.Roster) -> tuple[RoundMember, ...]:
-    if not len(wire.members) == len(wire.bytes_per_s) <= MAX_MEMBERS:
-        raise ProtocolViolation(f"a roster must have one rate for each member, and at most {MAX_MEMBERS}")
+    if not len(wire.members) == len(wire.bytes_per_s) <= MAX_WORKERS:
+        raise ProtocolViolation(f"a roster must have one rate for each member, and at most {MAX_WORKERS}")
     return tuple(
         replace(member_from_wire(member), bytes_per_s=_rate(rate))
         for member, rate in zip(wire.members, wire.bytes_per_s, strict=True)

@@ -7,20 +7,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("job", "round", "state", "addresses", "protocol", "round_s")
+    __slots__ = ("job", "round", "state", "addresses", "protocol", "round_s", "spare")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ROUND_S_FIELD_NUMBER: _ClassVar[int]
+    SPARE_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     round: int
     state: bytes
     addresses: _containers.RepeatedScalarFieldContainer[str]
     protocol: int
     round_s: float
-    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., protocol: _Optional[int] = ..., round_s: _Optional[float] = ...) -> None: ...
+    spare: bool
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., protocol: _Optional[int] = ..., round_s: _Optional[float] = ..., spare: _Optional[bool] = ...) -> None: ...
 
 class JobRecord(_message.Message):
     __slots__ = ("sealed",)
@@ -43,7 +45,7 @@ class Member(_message.Message):
     def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ..., last_exchange: _Optional[int] = ..., round_s: _Optional[float] = ...) -> None: ...
 
 class MatchmakingRequest(_message.Message):
-    __slots__ = ("job", "round", "state", "member", "measured", "known", "spent_s")
+    __slots__ = ("job", "round", "state", "member", "measured", "known", "spent_s", "followers", "coordinate")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +53,8 @@ class MatchmakingRequest(_message.Message):
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     SPENT_S_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWERS_FIELD_NUMBER: _ClassVar[int]
+    COORDINATE_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     round: int
     state: bytes
@@ -58,7 +62,9 @@ class MatchmakingRequest(_message.Message):
     measured: _containers.RepeatedCompositeFieldContainer[Measured]
     known: bytes
     spent_s: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., measured: _Optional[_Iterable[_Union[Measured, _Mapping]]] = ..., known: _Optional[bytes] = ..., spent_s: _Optional[_Iterable[float]] = ...) -> None: ...
+    followers: int
+    coordinate: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., measured: _Optional[_Iterable[_Union[Measured, _Mapping]]] = ..., known: _Optional[bytes] = ..., spent_s: _Optional[_Iterable[float]] = ..., followers: _Optional[int] = ..., coordinate: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Measured(_message.Message):
     __slots__ = ("id", "bytes_per_s")
@@ -69,16 +75,24 @@ class Measured(_message.Message):
     def __init__(self, id: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class MatchmakingReply(_message.Message):
-    __slots__ = ("heartbeat", "roster", "position", "unknown")
+    __slots__ = ("heartbeat", "roster", "position", "unknown", "full")
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
     heartbeat: LeaderHeartbeat
     roster: Roster
     position: Position
     unknown: UnknownAddresses
-    def __init__(self, heartbeat: _Optional[_Union[LeaderHeartbeat, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., unknown: _Optional[_Union[UnknownAddresses, _Mapping]] = ...) -> None: ...
+    full: Full
+    def __init__(self, heartbeat: _Optional[_Union[LeaderHeartbeat, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., unknown: _Optional[_Union[UnknownAddresses, _Mapping]] = ..., full: _Optional[_Union[Full, _Mapping]] = ...) -> None: ...
+
+class Full(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: int
+    def __init__(self, workers: _Optional[int] = ...) -> None: ...
 
 class UnknownAddresses(_message.Message):
     __slots__ = ()
@@ -91,7 +105,7 @@ class LeaderHeartbeat(_message.Message):
     def __init__(self, leader: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
 
 class Roster(_message.Message):
-    __slots__ = ("round", "members", "exchange_number", "bytes_per_s", "known", "weights", "rounds_s", "waited")
+    __slots__ = ("round", "members", "exchange_number", "bytes_per_s", "known", "weights", "rounds_s", "waited", "groups")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +114,7 @@ class Roster(_message.Message):
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_S_FIELD_NUMBER: _ClassVar[int]
     WAITED_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     round: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     exchange_number: int
@@ -108,7 +123,8 @@ class Roster(_message.Message):
     weights: _containers.RepeatedScalarFieldContainer[float]
     rounds_s: _containers.RepeatedScalarFieldContainer[float]
     waited: Waited
-    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange_number: _Optional[int] = ..., bytes_per_s: _Optional[_Iterable[float]] = ..., known: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., rounds_s: _Optional[_Iterable[float]] = ..., waited: _Optional[_Union[Waited, _Mapping]] = ...) -> None: ...
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange_number: _Optional[int] = ..., bytes_per_s: _Optional[_Iterable[float]] = ..., known: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., rounds_s: _Optional[_Iterable[float]] = ..., waited: _Optional[_Union[Waited, _Mapping]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Waited(_message.Message):
     __slots__ = ("member", "why", "seconds")
@@ -121,14 +137,18 @@ class Waited(_message.Message):
     def __init__(self, member: _Optional[int] = ..., why: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Position(_message.Message):
-    __slots__ = ("round", "state", "leader")
+    __slots__ = ("round", "state", "leader", "full", "coordinate")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LEADER_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    COORDINATE_FIELD_NUMBER: _ClassVar[int]
     round: int
     state: bytes
     leader: Member
-    def __init__(self, round: _Optional[int] = ..., state: _Optional[bytes] = ..., leader: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
+    full: bool
+    coordinate: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, round: _Optional[int] = ..., state: _Optional[bytes] = ..., leader: _Optional[_Union[Member, _Mapping]] = ..., full: _Optional[bool] = ..., coordinate: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class StateRequest(_message.Message):
     __slots__ = ("job", "state", "describe", "fetch", "ask_offer")

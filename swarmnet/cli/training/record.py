@@ -166,7 +166,7 @@ def newest_job(data_dir: Path) -> str:
 def _state(kind: str, status: Mapping[str, Any]) -> str:
     if kind == "done":
         return "done" if status["round"] >= status["rounds"] else "left"
-    if kind in {"waiting", "paused", "leaving"}:
+    if kind in {"waiting", "spare", "paused", "leaving"}:
         return kind
     if kind in {"identity", "notice"}:
         return str(status["state"])

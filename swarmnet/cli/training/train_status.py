@@ -97,13 +97,13 @@ async def _workers(transport: "Transport", directory: "Directory", job: "SealedJ
     and the round that it announced last."""
     from swarmnet_protocols.directory.node_reports import ask_report
     from swarmnet_protocols.machine.aio import all_of
-    from swarmnet_protocols.training import MAX_MEMBERS
+    from swarmnet_protocols.training import MAX_WORKERS
     from swarmnet_protocols.training.job_records import find_workers
     from swarmnet_protocols.training.pipeline.stages import groups
 
     members = groups(job.id, job.job.stage_count)
     listed = await all_of(*(find_workers(directory, group) for group in members))
-    found = [(stage, *each) for stage, group in enumerate(listed) for each in [*group.items()][:MAX_MEMBERS]]
+    found = [(stage, *each) for stage, group in enumerate(listed) for each in [*group.items()][:MAX_WORKERS]]
     reports = await all_of(*(ask_report(transport, each.peer, each.addresses) for _, each, _ in found))
     workers = []
     for (stage, worker, position), report in zip(found, reports, strict=True):

@@ -160,6 +160,11 @@ def sentence(event: Fields) -> str:
             return f"training takes {show_memory(event['bytes'])} of memory"
         case "waiting":
             return f"round {event['round']}: waiting for more workers, {event['workers']} so far"
+        case "spare":
+            return (
+                f"this worker is a spare: the job has its {event['max_workers']} workers (max_workers), and "
+                "this one takes the place of the next that leaves"
+            )
         case "healed":
             dropped = (f"; dropped {each['peer_id']}: {each['reason']}" for each in event["dropped"])
             size = show_size(event["bytes"])

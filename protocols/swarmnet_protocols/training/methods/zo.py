@@ -69,11 +69,13 @@ class ZeroOrder(AllToAll):
     def __init__(self, settings: ZeroOrderSettings) -> None:
         super().__init__()
         self._settings = settings
+        self.slots = MAX_MEMBERS
+        """Number of workers that may have directions of their own."""
         self.steps_per_round = settings.sync_every
         self.dtype: torch.dtype = getattr(torch, settings.weights)
 
     def range(self, round: int) -> tuple[int, int]:
-        return 0, self.steps_per_round * MAX_MEMBERS
+        return 0, self.steps_per_round * self.slots
 
     def shift(self, part: torch.Tensor, start: int, round: int, place: int, sign: int) -> torch.Tensor:
         """Return ``part`` + sign ε z as a copy, where ``part`` begins at parameter ``start`` and
@@ -92,7 +94,7 @@ class ZeroOrder(AllToAll):
 
     def place(self, step: int, slot: int) -> int:
         """Return the place of a step's direction among all directions of a round."""
-        return step * MAX_MEMBERS + slot
+        return step * self.slots + slot
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
         return parameters
@@ -109,7 +111,7 @@ class ZeroOrder(AllToAll):
         rounded once a round, up or down at random, so that small moves are not lost. Raises
         ``ProtocolViolation`` for an entry that is not a finite slope for every place.
         """
-        places = self.steps_per_round * MAX_MEMBERS
+        places = self.steps_per_round * self.slots
         for round, slopes in log:
             if slopes.shape != (places,) or not slopes.isfinite().all():
                 raise ProtocolViolation(f"round {round} in the log is not {places} finite slopes")
