@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.training import MAX_MEMBERS
+from swarmnet_protocols.training import MAX_WORKERS
 from swarmnet_protocols.training.pipeline.ledger import StepEnd
 from swarmnet_protocols.training.pipeline.microbatches import peer_from_wire
 from swarmnet_protocols.wire import pipeline_pb2 as pb
@@ -64,6 +64,6 @@ def end_from_wire(wire: pb.StepEnd) -> StepEnd:
 
 def peers_from_wire(wire: Collection[str]) -> tuple[PeerId, ...]:
     """Parse an ordered list of peers. Raises ``ProtocolViolation``."""
-    if len(wire) > MAX_MEMBERS or list(wire) != sorted(set(wire)):
+    if len(wire) > MAX_WORKERS or list(wire) != sorted(set(wire)):
         raise ProtocolViolation("peers must be ordered, each once")
     return tuple(map(peer_from_wire, wire))
