@@ -6,14 +6,21 @@ import random
 import pytest
 import torch
 
+from swarmnet_protocols.errors import StreamEnded, SwarmnetError
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.protocol_ids import EXCHANGE
+from swarmnet_protocols.training.rounds import terms
 from swarmnet_protocols.training.rounds.aggregation_rules import weighted_mean
+from swarmnet_protocols.training.rounds.averaging import Averager
 from swarmnet_protocols.training.rounds.round_runner import Outcome
 from swarmnet_protocols.training.rounds.terms import RoundMember, RoundTerms
+from swarmnet_protocols.wire import training_pb2 as pb
+from tests.defences import defence, replacing
 from tests.support.training.lab import (
     COUNT,
     JOB,
     KINDS,
+    PEERS,
     SLACK_S,
     TIMING,
     Outcomes,
@@ -27,6 +34,11 @@ from tests.support.training.lab import (
 )
 
 WORKERS = 15
+STRANGER = PEERS[-1]
+
+
+async def refused(*_: object) -> None:
+    raise StreamEnded("this worker gets nothing")
 
 
 def groups_of(lab: TrainingLab, groups: int) -> list[list[RoundMember]]:
@@ -88,6 +100,48 @@ def test_a_death_at_any_message_costs_no_group_its_round(kind: str, victim: str)
     outcomes = averaged(lab, work)
     assert len(lab.crashed) == 1
     assert all(outcome.committed for outcome in outcomes.values())
+
+
+@defence(
+    "a group whose reducer dies gets the mean from another group",
+    off=replacing(Averager, "_fetch", refused),
+)
+def test_the_death_of_the_only_delegate_costs_its_group_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terms, "LEAST_DELEGATES", 1)
+    lab = TrainingLab(WORKERS)
+    work = Work.random(lab, COUNT)
+    on_delivery(
+        lab, lambda delivery: kind_of(delivery) == "contribution", lambda delivery: lab.crash(delivery.target)
+    )
+    outcomes = averaged(lab, work, 5)
+    (victim,) = lab.crashed
+    group = {member.peer for part in groups_of(lab, 5) for member in part if victim in {m.peer for m in part}}
+    assert all(outcome.committed for outcome in outcomes.values())
+    without = [names for names in outcomes[next(iter(outcomes))].contributors if not group & set(names)]
+    assert without, "the group's mean of a slice died with its reducer"
+    assert all(len(names) >= WORKERS - 3 for names in outcomes[next(iter(outcomes))].contributors)
+
+
+@defence(
+    "only peers that know the terms get the result of an exchange between groups",
+    off=replacing(terms.RoundTerms, "agreement", lambda self: bytes(16)),
+)
+def test_a_stranger_gets_no_result() -> None:
+    async def scenario(lab: TrainingLab) -> None:
+        split = groups_of(lab, 3)
+        await lab.average(Work.random(lab, COUNT), groups=split)
+        member = split[0][0].peer
+        numbers = [between for _, between in lab.exchanges[member]._runners if between]
+        assert numbers
+        async with lab.network.transport(STRANGER) as stranger:
+            for number in numbers:
+                stream = await EXCHANGE.open(stranger, member)
+                hello = pb.Hello(exchange_number=0, agreement=bytes(16), between=number)
+                await stream.send(pb.ExchangeRequest(hello=hello))
+                with pytest.raises(SwarmnetError, match="must know the terms"):
+                    await stream.receive()
+
+    simulate(scenario, TrainingLab(9))
 
 
 def test_random_faults_leave_the_same_bits(seed: int) -> None:

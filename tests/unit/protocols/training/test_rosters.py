@@ -170,3 +170,22 @@ def test_a_roster_with_an_exchange_number_that_was_used_is_refused() -> None:
     wire = roster_to_wire(Roster(3, FIRST + 4, (replace(ALICE, last_exchange=FIRST + 3), BOB)))
     with pytest.raises(ProtocolViolation, match="exchange number 196612"):
         roster_from_wire(wire, round=3, me=replace(ALICE, last_exchange=FIRST + 4))
+
+
+@defence(
+    "a roster divides all of its members",
+    off=replacing(rosters, "_group_numbers", lambda wire, members: ()),
+    groups=[0, 1],
+)
+@pytest.mark.parametrize("groups", [[0], [0, 0], [0, 1], [0, 2, 1, 1]])
+def test_a_roster_with_impossible_groups_is_refused(groups: list[int]) -> None:
+    members = tuple(replace(ALICE, peer=peer) for peer in sorted(PEERS[:3]))
+    roster = Roster(3, FIRST + 7, members, None, (0, 1, 0))
+    assert roster.group_of(members[2].peer) == (members[0], members[2])
+    wire = roster_to_wire(roster)
+    assert roster_from_wire(wire, round=3, me=ALICE) == replace(
+        roster, members=tuple(replace(each, bytes_per_s=1e6) for each in members)
+    )
+    wire.groups[:] = groups
+    with pytest.raises(ProtocolViolation, match="group"):
+        roster_from_wire(wire, round=3, me=ALICE)
