@@ -582,6 +582,13 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
         "train_overhead": [
             Headline("a lone worker", "x a bare loop", "at least 0.95", key("ratios")),
         ],
+        "train_groups": [
+            Headline(
+                "a worker of 1,000 in groups sends in a round", "x the vector", "at most 2.3", key("vectors")
+            ),
+            Headline("states after a tenth has left", "", "1", key("states", round=1)),
+            Headline("workers left behind by it", "", "", key("behind", round=1)),
+        ],
         "train_traffic": [],
         "zo_finetune": [],
         "forward_tuning": [],
