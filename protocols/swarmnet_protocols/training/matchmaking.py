@@ -106,7 +106,7 @@ A shorter wait leaves out workers that would fetch the state and return. A longe
 that cannot catch up delay every round.
 """
 
-PROBES = 3
+PROBES = 8
 """Workers whose delay a worker measures in each round of several groups. With fewer, its coordinate
 takes more rounds to settle. With more, it opens more streams."""
 
@@ -389,7 +389,7 @@ class Matchmaking:
         book = self._book
         if not self._is_near(stream.peer):  # neighbours are redirected instead
             followers = tuple(request for request, _ in self._ready(mine).values())
-            mine = replace(mine, followers=followers)
+            mine, book = replace(mine, followers=followers), NO_ADDRESSES
         self._forwarded = frozenset(each.member.peer for each in mine.followers)
         await stream.send(request_to_wire(self._job, mine, book))
         for each in mine.everybody()[1:]:
@@ -445,8 +445,8 @@ class Matchmaking:
     ) -> None:
         """Wait for followers, for at most ``timeout_s``.
 
-        ``expected``: lists of workers. Of each, one is to come, if it is alive: of neighbours, the
-        worker itself; of other workers, the leader of their neighbours.
+        ``expected``: lists of workers. One worker of each list is to come, the first that is alive.
+        A neighbour comes itself, and others send their leader.
         """
         waiting = {
             key: [each for each in workers if not self._is_excluded(each.peer)]

@@ -154,7 +154,7 @@ class Averager:
     async def _average_between(
         self, terms: RoundTerms, began_s: float, index: int, mean: GroupMean
     ) -> tuple[torch.Tensor, Mapping[PeerId, int]] | None:
-        """Average slice ``index`` with the other groups, of which ``mean`` is this one's.
+        """Average slice ``index`` with the other groups. ``mean`` is this group's.
 
         A member that the group did not send, or that lost the others, fetches the result. None if
         there is none.
