@@ -1,13 +1,20 @@
 """Workers of four stages train a tiny model that none of them holds, while some of them fail."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swarmnet_protocols.net.protocol_ids import EXCHANGE, MICROBATCH, STEP
 from swarmnet_protocols.training.jobs import open_job
+from swarmnet_protocols.training.pipeline.norms import UsualNorms
+from swarmnet_protocols.wire import pipeline_pb2 as pb
+from swarmnet_protocols.wire import training_pb2
+from tests.defences import Patch, defence
+from tests.support.network.memory_network import Delivery, LinkProfile
 from tests.support.network.virtual_time import run
-from tests.support.training.stages import StageLab, names, whole_losses
+from tests.support.training.stages import StageLab, names, stage_of, whole_losses
 from tests.support.training.workers import train
 
 _JOB = """
@@ -28,7 +35,7 @@ path = "{data}"
 sequence_length = 16
 validation = 0.2
 [training]
-batch_size = {batch}
+batch_size = 8
 microbatch = 2
 learning_rate = 3e-3
 clip_norm = 0.5
@@ -39,8 +46,8 @@ deadline_s = 15
 max_workers = {most}
 min_workers = {least}
 [stages]
-count = 4
-cuts = [1, 2, 3]
+count = {stages}
+cuts = {cuts}
 [eval]
 every_rounds = 100
 """
@@ -51,13 +58,29 @@ MOE = (
 )
 
 
-def staged_job(folder: Path, *, family: str = LLAMA, rounds: int = 5, workers: int = 1) -> str:
+def staged_job(
+    folder: Path,
+    *,
+    family: str = LLAMA,
+    rounds: int = 5,
+    workers: int = 1,
+    least: int | None = None,
+    stages: int = 4,
+) -> str:
     data = folder / "data"
     if not data.exists():
         data.mkdir()
         for number in range(40):
             (data / f"{number}.txt").write_text(f"{number} squared is {number**2}, " * 40)
-    return _JOB.format(rounds=rounds, family=family, data=data, batch=8, most=workers, least=workers)
+    return _JOB.format(
+        rounds=rounds,
+        family=family,
+        data=data,
+        most=workers,
+        least=workers if least is None else least,
+        stages=stages,
+        cuts=[*range(1, stages)],
+    )
 
 
 def staged_lab(folder: Path, **changes: Any) -> StageLab:
@@ -73,3 +96,100 @@ def test_stages_train_like_one_process(workers: int, family: str, tmp_path: Path
     job = lab.files.applied_to(open_job(lab.sealed).job)
     expected = whole_losses(job, tmp_path, workers, 8)
     assert list(lab.losses().values()) == pytest.approx(expected, rel=1e-5)
+
+
+KINDS = ("begin", "admitted", "output", "gradient", "listing", "listed", "end", "committed", "contribution")
+"""Messages at which faults are injected, in the order of a round."""
+
+
+def kind_of(delivery: Delivery, from_origin: bool) -> str:
+    """The kind of a message of a pipeline or of a stage's exchange."""
+    header = delivery.message.header
+    kind: str | None = None
+    if delivery.protocol.id == EXCHANGE.id:
+        kind = training_pb2.ExchangeRequest.FromString(header).WhichOneof("kind")
+    elif delivery.protocol.id == STEP.id:
+        sent = pb.StepRequest.FromString(header) if from_origin else pb.StepReply.FromString(header)
+        kind = sent.WhichOneof("kind")
+    elif delivery.protocol.id == MICROBATCH.id:
+        begun, answer = pb.MicrobatchRequest.FromString(header), pb.MicrobatchReply.FromString(header)
+        if begun.begin.job:
+            kind = "begin"
+        elif answer.HasField("part"):
+            kind = "gradient"
+        elif answer.HasField("admitted"):
+            kind = "output" if delivery.message.payload else "admitted"
+    return kind or ""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("victim", ["source", "target"])
+@pytest.mark.parametrize("fault", ["kill", "stop", "cut", "slow"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_loses_no_microbatch(kind: str, fault: str, victim: str, tmp_path: Path) -> None:
+    lab = staged_lab(tmp_path, rounds=4, workers=2, least=1, stages=3)
+    everybody = names(dict.fromkeys(range(3), 2))
+    peers = {lab.peer(name): name for name in everybody}
+    hurt: list[str] = []
+
+    def strike(delivery: Delivery) -> None:
+        loop = asyncio.get_running_loop()
+        from_origin = stage_of(peers[delivery.source]) == 0
+        if hurt or not lab.rounds("0.0") or kind_of(delivery, from_origin) != kind:
+            return
+        name = peers[getattr(delivery, victim)]
+        hurt.append(name)
+        peer = lab.peer(name)
+        match fault:
+            case "kill":
+                lab.crash(name)
+            case "stop":
+                lab.network.hang(peer)
+                loop.call_later(8.0, lab.network.resume, peer)
+            case "cut":
+                lab.network.cut(delivery.source, delivery.target)
+                loop.call_later(20.0, lab.network.heal, delivery.source, delivery.target)
+            case "slow":
+                slow = LinkProfile(delay_s=0.5, bytes_per_s=2e4)
+                lab.network.set_link(delivery.source, delivery.target, slow)
+
+    lab.network.observers.append(strike)
+    run(train(lab, *everybody))
+
+    lab.check_books()
+    assert hurt
+    for name in everybody:
+        if fault != "kill" or name not in hurt:
+            assert lab.events[name][-1]["event"] == "done"
+            assert lab.events[name][-1]["round"] == 4
+
+
+def admit_all(patch: Patch) -> None:
+    patch.setattr(UsualNorms, "admit", lambda *_: True)
+
+
+@defence(
+    "{what} of an absurd norm reach no optimizer",
+    off=admit_all,
+    cases=[{"what": "outputs"}, {"what": "gradients"}],
+)
+@pytest.mark.parametrize("what", ["outputs", "gradients"])
+def test_an_absurd_tensor_reaches_no_optimizer(what: str, tmp_path: Path) -> None:
+    """A worker of stage 1 multiplies what it sends by 10,000 from round 2 on."""
+
+    def lie(name: str, event: dict[str, Any]) -> None:
+        if name == "1.0" and event["event"] == "round" and event["round"] == 1:
+            pipeline = lab.workers["1.0"]._pipeline
+            assert pipeline is not None
+            honest = pipeline._passes.boundary
+            method = {"outputs": "outputs", "gradients": "gradient"}[what]
+            tell = getattr(honest, method)
+            object.__setattr__(honest, method, lambda values, *rest: tell(1e4 * values, *rest))
+
+    lab = staged_lab(tmp_path, rounds=4, workers=2, stages=3)
+    lab.wanted = lie
+    run(train(lab, *names(dict.fromkeys(range(3), 2))))
+
+    lab.check_books()
+    assert lab.settled["1.0"] == set()
+    assert lab.settled["1.1"]

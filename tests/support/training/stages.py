@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.job_settings import Job
+from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.pipeline.microbatches import MicrobatchId
 from tests.support.network.virtual_time import TimedExecutor
 from tests.support.training.workers import WorkerLab
@@ -29,8 +32,58 @@ class _UnwrittenStage(StageTrainer):
 class StageLab(WorkerLab):
     """Workers named by stage and number: "2.0" is the first worker of stage 2."""
 
+    settled: dict[str, set[MicrobatchId]] = field(default_factory=dict)
+    """The microbatches in the last contribution of each worker of a later stage."""
     counted: dict[tuple[int, int], Counter[MicrobatchId]] = field(default_factory=dict)
-    """Microbatches in the committed update of each stage and round, by round and stage."""
+    """The microbatches in a committed update, by stage and round."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.wanted = self.observer
+        self.observer = self._observe
+
+    def _observe(self, name: str, event: dict[str, Any]) -> None:
+        stage = stage_of(name)
+        if event["event"] == "ready" and stage:
+            pipeline = self.workers[name]._pipeline
+            assert pipeline is not None
+            self._record(name, pipeline._passes)
+        if event["event"] == "round" and event["committed"] and stage:
+            inside = [each for each in self.settled if self.peer(each) in event["contributors"]]
+            counted = Counter(id for each in inside for id in self.settled[each] if stage_of(each) == stage)
+            before = self.counted.setdefault((stage, event["round"]), counted)
+            assert before == counted, "all workers of a stage count the same"
+        self.wanted(name, event)
+
+    def _record(self, name: str, passes: StagePasses) -> None:
+        settle = passes.settle
+
+        def recorded(
+            counted: Mapping[MicrobatchId, int], kept: Mapping[MicrobatchId, KeptMicrobatch]
+        ) -> None:
+            self.settled[name] = set(counted)
+            settle(counted, kept)
+
+        passes.settle = recorded  # type: ignore[method-assign]
+
+    def check_books(self) -> None:
+        """Assert that each stage counted each microbatch of each round once, and that its workers
+        have equal parameters."""
+        origins: dict[int, set[str]] = {}
+        hashes: dict[tuple[int, int], set[str]] = {}
+        for name in self.events:
+            for number, event in self.rounds(name).items():
+                hashes.setdefault((stage_of(name), number), set()).add(event["params_hash"])
+                if not stage_of(name):
+                    origins.setdefault(number, set()).update(event["contributors"])
+        training = open_job(self.sealed).job.training
+        count = training.batch_size // (training.microbatch or training.batch_size)
+        for (stage, number), counted in self.counted.items():
+            all_ids = {
+                MicrobatchId(number, PeerId(each), part) for each in origins[number] for part in range(count)
+            }
+            assert counted == Counter(all_ids), f"stage {stage}, round {number}"
+        assert {key: len(values) for key, values in hashes.items()} == dict.fromkeys(hashes, 1)
 
     def trainer(self, name: str, job: Job, compute: TimedExecutor) -> Trainer | StageTrainer:
         return _UnwrittenStage.open(

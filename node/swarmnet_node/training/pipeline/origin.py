@@ -141,8 +141,13 @@ class MicrobatchOrigin:
     async def _bring_home(self, step: _Step, number: int) -> None:
         begun = step.begun[number]
         await self._turns.run(Urgency.BEGIN, lambda: self._passes.begin(begun, step.batches[number]))
-        gradient = await self._travel(step, number, ())
-        await self._turns.run(Urgency.BACKWARD, lambda: self._passes.finish(begun, gradient))
+        chain: tuple[PeerId, ...] = ()
+        while begun.graph is not None:
+            gradient = await self._travel(step, number, chain)
+            try:
+                await self._turns.run(Urgency.BACKWARD, partial(self._passes.finish, begun, gradient))
+            except ProtocolViolation as error:
+                chain = self._without(step.ledger.chains[number], StageFailed(1, str(error)), {})
 
     async def _travel(self, step: _Step, number: int, chain: tuple[PeerId, ...]) -> bytearray:
         """Send a microbatch along ``chain``, with replacements where it fails, until it is home.
@@ -152,7 +157,7 @@ class MicrobatchOrigin:
         id = MicrobatchId(step.round, self._job.transport.peer_id, number)
         outputs = step.begun[number].outputs
         tokens = target_count(step.batches[number])
-        blamed: set[PeerId] = set()
+        blamed: dict[PeerId, PeerId] = {}
         while True:
             chain = await self._complete(chain)
             addresses = self._workers.addresses(1, chain[0])
@@ -182,23 +187,24 @@ class MicrobatchOrigin:
         return tuple(places)
 
     def _without(
-        self, chain: tuple[PeerId, ...], failed: StageFailed, blamed: set[PeerId]
+        self, chain: tuple[PeerId, ...], failed: StageFailed, blamed: dict[PeerId, PeerId]
     ) -> tuple[PeerId, ...]:
         """Return the chain with an empty place where a worker failed.
 
-        A worker before which two others failed is replaced, too: it may be cut off from its next.
-        The stage after the last is this worker, so the last worker cannot reach it.
+        If two workers failed after the same one, that one is cut off from them, or sends them what
+        they refuse. It is replaced, and they are not. The stage after the last is this worker.
+        ``blamed``: the worker before a failed one → the failed one.
         """
-        index = min(failed.stage, len(chain)) - 1
-        self._workers.avoid(chain[index], busy=failed.busy)
         _log.debug("microbatch: %s", failed)
-        places = list(chain)
+        index = min(failed.stage, len(chain)) - 1
+        places, culprit = list(chain), chain[index]
+        if index and not failed.busy and failed.stage <= len(chain):
+            before = chain[index - 1]
+            if blamed.setdefault(before, culprit) != culprit:
+                self._workers.forgive(blamed[before])
+                index, culprit = index - 1, before
+        self._workers.avoid(culprit, busy=failed.busy)
         places[index] = PeerId("")
-        if index and not failed.busy:
-            if (before := chain[index - 1]) in blamed:
-                self._workers.avoid(before, busy=True)
-                places[index - 1] = PeerId("")
-            blamed.add(before)
         return tuple(places)
 
     # ---- the end of a round -------------------------------------------------------------------

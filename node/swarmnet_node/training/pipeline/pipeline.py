@@ -33,6 +33,7 @@ from swarmnet_protocols.training.pipeline.microbatches import (
     Microbatch,
     MicrobatchClient,
     MicrobatchId,
+    StageFailed,
     ToCaller,
     answer_microbatch,
     microbatch_from_wire,
@@ -223,7 +224,11 @@ class Pipeline:
             async with kept[0].lock:
                 if kept[0].inputs is None:
                     kept[0].inputs = inputs
-                return await self._gradient(microbatch, kept[0])
+                try:
+                    return await self._gradient(microbatch, kept[0])
+                except ProtocolViolation:  # these inputs
+                    kept[0].inputs = None
+                    raise
 
         with self._place(stream.peer):
             await answer_microbatch(
@@ -289,7 +294,10 @@ class Pipeline:
                 )
                 if kept.grad_inputs is None:
                     self._check_round(id)
-                    await self._turns.run(Urgency.BACKWARD, lambda: passes.backward(kept, gradient, id))
+                    try:
+                        await self._turns.run(Urgency.BACKWARD, lambda: passes.backward(kept, gradient, id))
+                    except ProtocolViolation as error:
+                        raise StageFailed(onward.stage, str(error)) from error
                 kept.rest = microbatch.rest
         if kept.grad_inputs is None:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "the round of this microbatch is over")

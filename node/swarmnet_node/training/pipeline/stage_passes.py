@@ -17,10 +17,12 @@ import torch
 
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport
+from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.training.codecs.boundary import BoundaryCodec, rounding_seed
 from swarmnet_protocols.training.pipeline.microbatches import MicrobatchId
+from swarmnet_protocols.training.pipeline.norms import UsualNorms
 from swarmnet_protocols.wire import refusal_pb2
 
 
@@ -87,6 +89,7 @@ class StagePasses:
         self._accumulated: list[MicrobatchId] = []
         """The microbatches in the trainer's gradient, once for each time that they were added."""
         self._seconds = 0.0
+        self._usual_inputs, self._usual_gradients = UsualNorms(), UsualNorms()
 
     def restart(self) -> None:
         """Forget the gradient, because a round begins."""
@@ -104,7 +107,7 @@ class StagePasses:
         """Run the graph of ``begin`` backwards, because the microbatch is home."""
         started = time.perf_counter()
         if kept.graph is not None:
-            self.trainer.accumulate(kept.graph, self.boundary.decode(gradient))
+            self.trainer.accumulate(kept.graph, self._decoded(gradient, self._usual_gradients))
             kept.graph = None
         self._seconds += time.perf_counter() - started
 
@@ -112,7 +115,7 @@ class StagePasses:
         """Compute the loss of a microbatch, and the gradient of the last stage's outputs."""
         if kept.grad_inputs is None and kept.inputs is not None:
             started = time.perf_counter()
-            leaf = self.boundary.decode(kept.inputs).requires_grad_()
+            leaf = self._decoded(kept.inputs, self._usual_inputs).requires_grad_()
             loss = self.trainer.end(leaf, batch)
             gradient = self.trainer.accumulate(loss, None, leaf)
             self.losses[id.number] = float(loss.detach())
@@ -123,7 +126,7 @@ class StagePasses:
         """Compute the outputs of a later stage, unless they are known."""
         if kept.outputs is None and kept.inputs is not None:
             started = time.perf_counter()
-            kept.leaf = self.boundary.decode(kept.inputs).requires_grad_()
+            kept.leaf = self._decoded(kept.inputs, self._usual_inputs).requires_grad_()
             kept.graph = self.trainer.forward(kept.leaf, self.boundary.sequences)
             kept.outputs = self.boundary.outputs(kept.graph)
             self._seconds += time.perf_counter() - started
@@ -132,7 +135,7 @@ class StagePasses:
         """Compute the gradient of a later stage's inputs, unless it is known."""
         if kept.grad_inputs is None and kept.graph is not None:
             started = time.perf_counter()
-            decoded = self.boundary.decode(gradient)
+            decoded = self._decoded(gradient, self._usual_gradients)
             graph, leaf, kept.graph, kept.leaf = kept.graph, kept.leaf, None, None
             outputs, kept.outputs = kept.outputs, None  # without a gradient, all is computed again
             self._accumulated.append(id)
@@ -162,3 +165,14 @@ class StagePasses:
     def settle_own(self, tokens: int) -> None:
         """Report the gradient of this worker's own microbatches, which are all home."""
         self.trainer.report = StepReport(sum(self.losses.values()) / max(1, tokens), tokens, self._seconds)
+
+    def _decoded(self, data: Buffer, usual: UsualNorms) -> torch.Tensor:
+        """Decode a received tensor.
+
+        Raises ``ProtocolViolation`` if it is too large or not finite.
+        """
+        values = self.boundary.decode(data)
+        norm = float(torch.linalg.vector_norm(values))
+        if not usual.admit(norm):
+            raise ProtocolViolation(f"a tensor of norm {norm:.3g}, far from the usual")
+        return values

@@ -55,6 +55,10 @@ class StageWorkers:
         self._avoided[peer] = max(self._avoided.get(peer, now), now + (BUSY_S if busy else AVOID_S))
         self._avoided = {each: until for each, until in self._avoided.items() if until > now}
 
+    def forgive(self, peer: PeerId) -> None:
+        """Undo ``avoid``, because another worker was at fault."""
+        self._avoided.pop(peer, None)
+
     async def check(self, peer: PeerId, stage: int) -> None:
         """Raise ``NotAuthorised`` unless ``peer`` is a worker of a stage."""
         if peer not in self._found[stage]:
