@@ -475,7 +475,8 @@ class Worker:
         try:
             while not (await asyncio.wait([working], timeout=LOOK_S))[0]:
                 await self._workers.refresh()
-                if isinstance(await self._compare(), CatchUp):
+                positions = (await self._matchmaking.positions(self._workers.alive())).values()
+                if 2 * sum(each.round > self.round for each in positions) > len(positions):
                     return False
             return working.result()
         finally:
