@@ -35,7 +35,7 @@ path = "{data}"
 sequence_length = 16
 validation = 0.2
 [training]
-batch_size = 8
+batch_size = {batch}
 microbatch = 2
 learning_rate = 3e-3
 clip_norm = 0.5
@@ -66,6 +66,7 @@ def staged_job(
     workers: int = 1,
     least: int | None = None,
     stages: int = 4,
+    batch: int = 4,
 ) -> str:
     data = folder / "data"
     if not data.exists():
@@ -79,6 +80,7 @@ def staged_job(
         most=workers,
         least=workers if least is None else least,
         stages=stages,
+        batch=batch,
         cuts=[*range(1, stages)],
     )
 
@@ -90,11 +92,11 @@ def staged_lab(folder: Path, **changes: Any) -> StageLab:
 @pytest.mark.parametrize("family", [LLAMA, MOE], ids=["llama", "moe"])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_stages_train_like_one_process(workers: int, family: str, tmp_path: Path) -> None:
-    lab = staged_lab(tmp_path, family=family, rounds=8, workers=workers)
+    lab = staged_lab(tmp_path, family=family, rounds=4, workers=workers)
     run(train(lab, *names(dict.fromkeys(range(4), workers))))
 
     job = lab.files.applied_to(open_job(lab.sealed).job)
-    expected = whole_losses(job, tmp_path, workers, 8)
+    expected = whole_losses(job, tmp_path, workers, 4)
     assert list(lab.losses().values()) == pytest.approx(expected, rel=1e-5)
 
 
@@ -186,7 +188,7 @@ def test_an_absurd_tensor_reaches_no_optimizer(what: str, tmp_path: Path) -> Non
             tell = getattr(honest, method)
             object.__setattr__(honest, method, lambda values, *rest: tell(1e4 * values, *rest))
 
-    lab = staged_lab(tmp_path, rounds=4, workers=2, stages=3)
+    lab = staged_lab(tmp_path, rounds=4, workers=2, stages=3, batch=8)
     lab.wanted = lie
     run(train(lab, *names(dict.fromkeys(range(3), 2))))
 
