@@ -35,7 +35,7 @@ from swarmnet_node.training.job_store import job_folder, load_local_files, load_
 from swarmnet_node.training.model import read_model, update_json
 from swarmnet_node.training.shared_state import pack, unpack
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
-from swarmnet_protocols.machine.files import UNFINISHED, creating
+from swarmnet_protocols.machine.files import UNFINISHED, creating, write_whole
 from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import sha256_of
 from swarmnet_protocols.models.peft_adapters import CONFIG_FILE
@@ -47,6 +47,7 @@ _MAX_PROGRESS_BYTES = 64 << 10
 _HASHED_AT_ONCE = 1 << 22
 """Parameters that are hashed at a time. More would take the memory of a copy in float32."""
 _STATE = "state"
+_ROUNDS = "trained-rounds.json"
 _NAME = re.compile(r"checkpoint-(\d{8})")
 
 
@@ -142,6 +143,21 @@ class CheckpointStore:
                 file.writelines(pieces)
                 file.flush()
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+    def begin_round(self, round: int | None) -> tuple[int, int]:
+        """Note that a round is about to be trained; None for no round.
+
+        Return the number of rounds, and how often one of them was trained again. Raises
+        ``OutOfResources`` if the disk is full or fails.
+        """
+        path = self._root / _ROUNDS
+        with _disk_errors(self._root):
+            self._root.mkdir(parents=True, exist_ok=True)
+            rounds, again = json.loads(path.read_text()) if path.exists() else (0, 0)
+            if round is not None:
+                rounds, again = max(rounds, round + 1), again + (round < rounds)
+                write_whole(path, json.dumps([rounds, again]).encode(), durable=True)
+        return rounds, again
 
     def set_apart(self, checkpoint: WorkerCheckpoint) -> WorkerCheckpoint:
         """Return the checkpoint with a copy of the optimizer's state on the disk.

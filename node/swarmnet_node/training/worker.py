@@ -246,6 +246,7 @@ class Worker:
         if self._pipeline is not None:
             await self._pipeline.advance(self.round)
             await self._pipeline.serve()
+        await self._tell_privacy(None)
         async with self._averager:
             self._emit(
                 "ready",
@@ -448,6 +449,7 @@ class Worker:
         Return None as contribution if the last exchange shows that this worker is behind.
         """
         report = NO_STEPS
+        await self._tell_privacy(self.round)
         if self._pipeline is not None and not await self._pass_microbatches(self._pipeline, slot):
             self._slot = None
             return None, NO_STEPS
@@ -481,6 +483,17 @@ class Worker:
             return working.result()
         finally:
             await cancel(working)
+
+    async def _tell_privacy(self, round: int | None) -> None:
+        """Emit the epsilon with ``round``, which is about to be trained, and after all rounds."""
+        if self._job.privacy is None:
+            return
+        rounds, repeated = await self._compute(self._checkpoints.begin_round, round)
+        epsilon, at_end = (
+            self._replica.trainer.epsilon(each, repeated) for each in (rounds, self._job.job.rounds)
+        )
+        delta = self._job.privacy.delta
+        self._emit("privacy", next_round=round, epsilon=epsilon, epsilon_at_end=at_end, delta=delta)
 
     def _count(self, report: StepReport) -> None:
         trainer, sample_tokens = self._replica.trainer, self._job.data.sequence_length

@@ -304,6 +304,20 @@ class EvalSection(_Section):
     batches: int = Field(default=8, ge=1, le=100_000)
 
 
+class PrivacySection(_Section):
+    """Differential privacy of every row of a worker's own data.
+
+    Gradients of rows are clipped and get noise in each inner step.
+    """
+
+    clip_norm: float = Field(gt=0, le=1e6)
+    """Largest norm of the gradient of one row."""
+    noise: float = Field(gt=0, le=1e4)
+    """Standard deviation of the noise in the sum over a batch, in units of ``clip_norm``."""
+    delta: float = Field(default=1e-5, gt=0, lt=1)
+    """Chance that the stated epsilon does not hold."""
+
+
 class Job(_Section):
     """A validated job.
 
@@ -318,6 +332,7 @@ class Job(_Section):
     exchange: ExchangeSection = ExchangeSection()
     eval: EvalSection = EvalSection()
     stages: StagesSection | None = None
+    privacy: PrivacySection | None = None
 
     @property
     def stage_count(self) -> int | None:
@@ -509,6 +524,10 @@ class Job(_Section):
                     f"needs a method that exchanges gradients, and {self.method.name} exchanges {kind}",
                     hint='use name = "allreduce" in [method], or remove [stages]',
                 )
+            if self.privacy is not None and kind == "scalars":
+                raise JobError(
+                    "privacy", "", f"needs gradients, and {self.method.name} has none", hint="use diloco"
+                )
             slopes = kind == "scalars" or self.exchange.codec == "log8"
             if slopes and self.exchange.aggregate != "mean":
                 raise JobError(
@@ -517,6 +536,12 @@ class Job(_Section):
                     'must be "mean" for slopes: each worker measures along directions of its own',
                     hint='leave it out; "mean" also limits a worker, to the median norm of all',
                 )
+        if self.privacy is not None and not all(source.is_own for source in self.data.sources):
+            raise JobError(
+                "privacy", "", "protects a worker's own data", hint='set source = "own" in each [[data]]'
+            )
+        if self.privacy is not None and self.stages is not None:
+            raise JobError("privacy", "", "needs whole gradients of a row", hint="remove [stages]")
         if self.stages is not None and self.model.is_lora:
             raise JobError(
                 "stages", "", "needs whole weights to train", hint='remove train = "lora", or remove [stages]'

@@ -235,6 +235,11 @@ def _print_worker(fields: dict[str, Any]) -> None:
         rows["waited for"] = (
             f"{waited['peer_id']}, {waited['seconds']:.0f} s in the last round ({waited['why']})"
         )
+    if "epsilon" in fields:
+        rows["privacy"] = (
+            f"epsilon {fields['epsilon']:.2f} of a row so far, {fields['epsilon_at_end']:.2f} after all"
+            f" rounds (delta {fields['delta']:g})"
+        )
     if "params_hash" in fields:
         rows["weights"] = f"SHA-256 {fields['params_hash']}"
     if "peer_id" in fields:

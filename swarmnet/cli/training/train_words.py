@@ -158,6 +158,11 @@ def sentence(event: Fields) -> str:
             return "\n".join([text, *(f"  {address}" for address in event["addresses"])])
         case "memory":
             return f"training takes {show_memory(event['bytes'])} of memory"
+        case "privacy":
+            return (
+                f"privacy: epsilon {event['epsilon']:.2f} of a row so far, {event['epsilon_at_end']:.2f} "
+                f"after all rounds (delta {event['delta']:g})"
+            )
         case "waiting":
             return f"round {event['round']}: waiting for more workers, {event['workers']} so far"
         case "spare":
@@ -206,4 +211,6 @@ def _is_news(event: Fields) -> bool:
     """Return whether an event says more than the bars show."""
     if event["event"] == "round":
         return not event["committed"] or bool(event["excluded"])
+    if event["event"] == "privacy":
+        return event["next_round"] is None
     return event["event"] not in {"eval", "waiting"}

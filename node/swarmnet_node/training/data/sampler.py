@@ -21,7 +21,7 @@ from swarmnet_protocols.training.job_settings import Job
 
 _FEISTEL_ROUNDS = 6
 """Rounds of the Feistel network that permutes the sequences."""
-_BLOCK = 1024
+BLOCK = 1024
 """Sequences after which the mixture has the exact shares of its sources. With fewer, a source of a
 small weight gets too much; with more, the shares of a short job are less exact."""
 
@@ -44,7 +44,7 @@ class Share:
 class BatchSampler:
     """Divides the sequences of a corpus among rounds, steps and slots.
 
-    The batches of a slot, in order of (round, step), are an infinite stream. In each ``_BLOCK`` of
+    The batches of a slot, in order of (round, step), are an infinite stream. In each ``BLOCK`` of
     it, every source has its share, at places that the seed determines. The sequences of a source,
     in order of (round, step, slot), are consecutive parts of one permutation after another. So no
     sequence occurs twice in an epoch. Sequences of a slot without a worker are left out in that
@@ -81,14 +81,14 @@ class BatchSampler:
     def _mixture(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source of each place in a slot's stream, and its place in the
         source's own stream."""
-        counts = shares_of(_BLOCK, [share.weight for share in self.shares])
+        counts = shares_of(BLOCK, [share.weight for share in self.shares])
         if len(counts) == 1:
             return np.zeros_like(places), places
-        blocks, within = np.divmod(places, _BLOCK)
+        blocks, within = np.divmod(places, BLOCK)
         for block in np.unique(blocks):
             here = blocks == block
             key = hashlib.sha256(f"swarmnet-mixture-1 {self.seed} {block}".encode()).digest()
-            within[here] = permute(within[here].astype(np.uint64), _BLOCK, key)
+            within[here] = permute(within[here].astype(np.uint64), BLOCK, key)
         ends = np.cumsum(counts)
         source = np.searchsorted(ends, within, side="right")
         sizes = np.array(counts)[source]

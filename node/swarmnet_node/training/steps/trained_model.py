@@ -125,6 +125,11 @@ class TrainedModel:
     def is_on_accelerator(self) -> bool:
         return self._device.type != "cpu"
 
+    def epsilon(self, rounds: int, repeated: int) -> float | None:
+        """Return the epsilon of a row after so many rounds, some of them trained again. None
+        without privacy."""
+        return None
+
     def report_steps(self, step: int) -> None:
         """Report to ``progress`` that the inner steps [0, step) of a round are done."""
         self._progress("inner steps", step, self._steps_per_round)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
@@ -14,10 +15,11 @@ from swarmnet_node.training.data.corpus import Corpus, open_corpus
 from swarmnet_node.training.data.sampler import Batches, inputs_of, loss_sum, target_count
 from swarmnet_node.training.model import build_model, check_model, checkpoint_of
 from swarmnet_node.training.steps.memory_options import AS_STORED, AUTOMATIC, MemoryOptions
+from swarmnet_node.training.steps.privacy import Privacy
 from swarmnet_node.training.steps.probes import Shift, perturbed
 from swarmnet_node.training.steps.trained_model import TrainedModel, check_options
 from swarmnet_protocols.models import Progress
-from swarmnet_protocols.training.job_settings import Job
+from swarmnet_protocols.training.job_settings import Job, JobError
 from swarmnet_protocols.training.memory_needs import MemoryNeeds
 from swarmnet_protocols.training.methods import ZeroOrder
 
@@ -54,6 +56,11 @@ class Trainer(TrainedModel):
         memory = AS_STORED if job.make_method().kind == "scalars" else memory
         super().__init__(job, model, device=device, memory=memory, progress=progress)
         self.batches = Batches.of(job, corpus)
+        self._private = None if job.privacy is None else Privacy(job.privacy, self.batches.sampler, device)
+        if self._private is not None and self._balance.biases(self._flat.values).numel():
+            raise JobError(
+                "privacy", "", "does not protect the loads of experts", hint="train a model without experts"
+            )
 
     @classmethod
     def open(  # noqa: PLR0913 - a job, and the machine that trains it
@@ -95,6 +102,9 @@ class Trainer(TrainedModel):
         trainer = cls(job, corpus, model, device=device, memory=memory, progress=progress)
         trainer.local = local
         return trainer
+
+    def epsilon(self, rounds: int, repeated: int) -> float | None:
+        return None if self._private is None else self._private.epsilon(rounds, repeated)
 
     def steps(self, round: int, slot: int, count: int, *, first: int = 0) -> StepReport:
         """Run the inner steps [first, first + count) of a round."""
@@ -150,6 +160,8 @@ class Trainer(TrainedModel):
 
     def _backward(self, round: int, step: int, slot: int) -> tuple[Tensor, int]:
         self._flat.gradients().zero_()
+        if self._private is not None:
+            return self._private_backward(self._private, round, step, slot)
         batch = self.batches.take(round, step, slot)
         tokens = target_count(batch)
         total = torch.zeros((), device=self._device)
@@ -159,6 +171,24 @@ class Trainer(TrainedModel):
             total += loss.detach()
         self._balance.insert(self._flat.gradients())
         return total, tokens
+
+    def _private_backward(self, private: Privacy, round: int, step: int, slot: int) -> tuple[Tensor, int]:
+        """Compute the mean of the rows' clipped gradients, with noise."""
+        gradient, total, tokens = self._flat.gradients(), torch.zeros((), device=self._device), 0
+        clipped = torch.zeros_like(gradient)
+        numbers = np.unique(self.batches.sampler.batch(round, step, slot))  # a row counts once
+        for row in torch.split(self.batches.corpus.train.take(numbers), 1):
+            gradient.zero_()
+            count = target_count(row)
+            loss = self._loss_sum(row)
+            mean = loss / max(1, count)
+            mean.backward()  # type: ignore[no-untyped-call]
+            private.add(clipped, gradient)
+            total += loss.detach()
+            tokens += count
+        private.blur(clipped)
+        gradient.copy_(clipped).div_(self._training.batch_size)
+        return total / max(1, tokens), tokens
 
     def _loss_sum(self, batch: Tensor) -> Tensor:
         """Return the summed cross-entropy of ``batch``, ``[k, length + 1]``."""
