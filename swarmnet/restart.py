@@ -24,6 +24,11 @@ VARIABLE = "SWARMNET_RESTING"
 """Environment variable from a node to the program that replaces it."""
 
 
+def was_restarted() -> bool:
+    """Return whether this program replaced another, until ``take_resting``."""
+    return VARIABLE in os.environ
+
+
 def take_resting() -> Resting | None:
     """Return what the previous program hosted, and forget it. None unless this program replaced
     a node's."""

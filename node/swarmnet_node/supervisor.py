@@ -63,6 +63,8 @@ class Supervisor(Ending):
         wake: Callable[[], Awaitable["Hosting | ExpertHosting"]] | None = None,
     ) -> None:
         super().__init__()
+        self.volunteers = ""
+        """Why a volunteer hosts. Empty for other nodes."""
         self._listeners: list[Callable[[NodeStatus], None]] = []
         self._move_listeners: list[Callable[[NodeStatus], None]] = []
         self._switch_listeners: list[Callable[[NodeStatus], None]] = []
@@ -151,6 +153,7 @@ class Supervisor(Ending):
         """Return the status of the node."""
         status = self._node.status()
         self._guard.describe(status, self._reason)
+        status.volunteers = self.volunteers
         status.uptime_s = asyncio.get_running_loop().time() - self._started
         return status
 

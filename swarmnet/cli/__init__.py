@@ -32,6 +32,12 @@ class Commands(LazyGroup):
         LazyCommand("start", "commands.start:start", SHARE, "Start a swarm of the computers in this room."),
         LazyCommand("join", "commands.join:join", SHARE, "Host a part of a model."),
         LazyCommand(
+            "volunteer",
+            "commands.volunteer:volunteer",
+            SHARE,
+            "Host or train, whichever the swarm needs more.",
+        ),
+        LazyCommand(
             "status", "commands.control:status", SHARE, "Show what the node on this machine is doing."
         ),
         LazyCommand(

@@ -36,6 +36,13 @@ SHARING = Question(
     "`swarmnet limits` changes this at any time; `swarmnet pause` frees the memory",
     "sharing",
 )
+VOLUNTEERING = Question(
+    "this machine is about to work for a swarm: to host blocks, or to train jobs that other peers may have written",
+    "volunteer?",
+    "`swarmnet limits` changes this at any time; `swarmnet pause` frees the memory",
+    "volunteering",
+    of_scripts=True,
+)
 TRAINING = Question(
     "this machine is about to train a job that another peer may have written",
     "train it?",

@@ -6,11 +6,11 @@ Every such command is watched and stopped in the same ways: ``monitoring`` serve
 """
 
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swarmnet.addresses import follow_addresses, write_addresses
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
@@ -81,6 +81,8 @@ class Foreground:
         default_factory=dict
     )
     """Further services of the node's process: name → a context that yields the URL."""
+    beside: "Callable[[Supervisor], Coroutine[Any, Any, object]] | None" = None
+    """Runs while the node does."""
     is_resting: bool = False  # whether the node continues a pause that another program began
 
     def run(self) -> None:
@@ -107,7 +109,8 @@ class Foreground:
                 await stack.enter_async_context(controlled(node, self.data_dir, None))
                 write_addresses(self.data_dir, list(node.status().addresses))
                 following = follow_addresses(self.data_dir, lambda: node.status().addresses)
-                await stack.enter_async_context(in_background(following))
+                runs = [following, *([self.beside(node)] if self.beside else [])]
+                await stack.enter_async_context(in_background(*runs))
                 has_started = await node.started()
             if node.resting is not None:
                 return node.resting

@@ -203,6 +203,7 @@ class Training:
     _stopped: threading.Event = field(default_factory=threading.Event)
     _error: SwarmnetError | None = None
     """The error that ends the training from outside."""
+    _has_left: bool = False
     _every_core: int = 0
     """The cores of this machine. 0 until the model is loaded."""
     _kept: "Kept | None" = None
@@ -226,7 +227,7 @@ class Training:
                 pass
             finally:
                 peer.is_working = False
-                paused = keeping.done() and not peer.stopping.is_set()
+                paused = self._has_left and not peer.stopping.is_set()
                 await cancel(keeping)
         if self._error is not None:
             raise self._error
@@ -239,6 +240,13 @@ class Training:
         if self._worker is not None:
             self._worker.fail(error)
         self.peer.finish(0.0)
+
+    def leave(self) -> None:
+        """Leave the group at once, as for a pause. ``run`` then returns True."""
+        self._has_left, self.peer.is_working = True, False
+        self.stop_computing()
+        if self._worker is not None:
+            self._worker.pause()
 
     def limit_cores(self, limits: OwnerLimits) -> None:
         """Compute with as many cores as the owner allows, from the next operation on."""
@@ -255,12 +263,8 @@ class Training:
         """Stop the worker when its owner says so: at the end of its round, or at once for a
         pause."""
         if await self.peer.must_rest():
-            self.peer.is_working = False
-            self.stop_computing()
-            if self._worker is not None:
-                self._worker.pause()
-            return
-        if self._worker is None:
+            self.leave()
+        elif self._worker is None:
             self.stop_computing()
         elif self._error is None:
             self._worker.stop()

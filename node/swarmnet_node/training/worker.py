@@ -806,7 +806,8 @@ class Worker:
         yield job_announcement(self._sealed)
 
     def _last_word(self) -> Iterable[Announcement]:
-        yield worker_announcement(self._group_id, (), self._matchmaking.position)
+        is_done = self.round >= self._job.job.rounds
+        yield worker_announcement(self._group_id, (), self._matchmaking.position, is_done=is_done)
 
     def _emit(self, event: str, **fields: Any) -> None:
         self._handler({"event": event, **fields})

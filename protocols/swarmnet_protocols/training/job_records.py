@@ -109,11 +109,14 @@ def worker_announcement(
     round_s: float = 0.0,
     *,
     spare: bool = False,
+    is_done: bool = False,
 ) -> Announcement:
     """Return the announcement of a worker, for ``WORKER_LIFETIME_S``.
 
     A worker that leaves announces itself without ``addresses``. For ``round_s`` see
-    ``RoundMember``. ``spare``: it waits for a place in the job.
+    ``RoundMember``. ``spare``: it waits for a place in the job. ``is_done``: the worker trained the
+    last round. It says so as long as the job is known, so that volunteers do not train the job
+    again.
     """
     record = pb.WorkerRecord(
         job=bytes.fromhex(job_id),
@@ -124,7 +127,8 @@ def worker_announcement(
         round_s=round_s,
         spare=spare,
     )
-    return Announcement(f"train/{job_id}", record.SerializeToString(), WORKER_LIFETIME_S)
+    lifetime_s = JOB_LIFETIME_S if is_done else WORKER_LIFETIME_S
+    return Announcement(f"train/{job_id}", record.SerializeToString(), lifetime_s)
 
 
 async def find_workers(

@@ -32,6 +32,10 @@ MAX_JOB_BYTES = 64 << 10
 _OF_FILES = {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
 """Keys of a ``config.json`` that describe a checkpoint's files or code rather than its
 architecture."""
+_OTHER_VERSION = ConfigError(
+    "this job was made by another version of swarmnet",
+    hint="train it with that version, or make it anew from its job file: swarmnet train create JOB.toml",
+)
 _ID_DOMAIN = b"swarmnet-training-job-id-1\0"
 _SIGNATURE_DOMAIN = b"swarmnet-training-job-1\0"
 
@@ -46,7 +50,7 @@ class SealedJob:
     @property
     def id(self) -> str:
         """The SHA-256 of the canonical job and its owner, as 64 hexadecimal digits."""
-        return hashlib.sha256(_ID_DOMAIN + _signed_fields(self.job, self.owner)).hexdigest()
+        return job_id(_signed_fields(self.job, self.owner))
 
     @contextmanager
     def naming_job(self) -> Iterator[None]:
@@ -140,6 +144,21 @@ def open_job(data: bytes) -> SealedJob:
     Raises ``IntegrityError`` if it is not a sealed job or was changed after it was signed, and
     ``ConfigError`` for values that this version refuses.
     """
+    content, owner, canonical = verified(data)
+    job = _validate(content)
+    job.check_published()
+    job.check()
+    if _signed_fields(job, owner) != canonical:  # otherwise one job would have two ids
+        raise _OTHER_VERSION
+    return SealedJob(job, owner)
+
+
+def verified(data: bytes) -> tuple[Any, bytes, bytes]:
+    """Return the content, the owner and the signed bytes of a sealed job.
+
+    The content is JSON that its owner signed, and may be anything. Raises ``IntegrityError`` if it
+    is not a sealed job or was changed, and ``ConfigError`` for one of another version.
+    """
     broken = IntegrityError("this is not a sealed job, or it was changed", hint="get the job again")
     if len(data) > MAX_JOB_BYTES:
         raise broken
@@ -160,18 +179,14 @@ def open_job(data: bytes) -> SealedJob:
         raise broken
     if not verify(owner, signature, _SIGNATURE_DOMAIN + canonical):
         raise broken
-    other_version = ConfigError(
-        "this job was made by another version of swarmnet",
-        hint="train it with that version, or make it anew from its job file: swarmnet train create JOB.toml",
-    )
     if document["format"] != FORMAT:
-        raise other_version
-    job = _validate(content)
-    job.check_published()
-    job.check()
-    if _signed_fields(job, owner) != canonical:  # otherwise one job would have two ids
-        raise other_version
-    return SealedJob(job, owner)
+        raise _OTHER_VERSION
+    return content, owner, canonical
+
+
+def job_id(signed_fields: bytes) -> str:
+    """Return the SHA-256 of the canonical job and its owner, as 64 hexadecimal digits."""
+    return hashlib.sha256(_ID_DOMAIN + signed_fields).hexdigest()
 
 
 def _config_file(path: Path) -> dict[str, Any]:

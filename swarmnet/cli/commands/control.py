@@ -229,6 +229,9 @@ def headline(running: "NodeStatus") -> str:
         return f"this worker trains {running.worker.name}, {_progress(running.worker)}"
     if running.command == "dashboard":
         return f"this dashboard shows the swarm {running.swarm} at {running.url}"
+    if running.command == "volunteer":
+        why = f"is paused: {describe_pause(running)}" if running.reason else "looks for work"
+        return f"this volunteer of the swarm {running.swarm} {why}"
     if running.command == "bootstrap":
         return f"this bootstrap peer lets others into the swarm {running.swarm}"
     name = running.public_name or "this node"
@@ -298,6 +301,7 @@ def _peer_rows(peer: "NodeStatus") -> dict[str, object]:
     limits = rows(OwnerLimits.from_json(peer.limits.json)) if peer.limits.json else {}
     found = {
         "warning": peer.warning,
+        "volunteers": peer.volunteers,
         "swarm": f"{peer.swarm}; {counted(peer.known_peers, 'other peer')} known",
         "running for": show_duration(peer.uptime_s),
         "reached": "" if peer.command == "dashboard" else describe(peer.reach, peer.addresses),

@@ -1,12 +1,12 @@
 """``swarmnet join``: a node that hosts a part of a model until it is stopped."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -241,7 +241,7 @@ def join(
     host(entry, options, foreground, metrics=metrics, page=page)
 
 
-def host(
+def host(  # noqa: PLR0913 - what a node needs, and what runs with it
     entry: Entry,
     options: NodeOptions,
     foreground: ForegroundOptions,
@@ -249,9 +249,10 @@ def host(
     house: "House | None" = None,
     metrics: tuple[str, int] | None = None,
     page: "Callable[[Entry, Path, Supervisor], AbstractAsyncContextManager[str]] | None" = None,
+    beside: "Callable[[Supervisor], Coroutine[Any, Any, object]] | None" = None,
 ) -> None:
     """Host a part of a model in the swarm of ``entry`` until the node is stopped. ``house`` pairs
-    newcomers."""
+    newcomers. ``beside`` runs while the node does."""
     as_json = foreground.as_json
     endpoint = None
     if foreground.serve is not None:
@@ -303,6 +304,7 @@ def host(
                 **({"endpoint": endpoint} if endpoint else {}),
             },
             is_resting=resting is not None,
+            beside=beside,
         ).run()
 
 

@@ -189,35 +189,32 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         ask_once(disk, facts, TRAINING, asking=not yes, as_json=options.as_json)
         store_local_files(directory, job, files)
         run = f"{sealed.job.job.name}-{options.public_name or job[:SHOWN_DIGITS]}"
-        train(
-            lambda: replace(configured(entry, options, directory, job), memory=memory.options, stage=stage),
+        while train(
+            replace(configured(entry, options, directory, job), memory=memory.options, stage=stage),
             options,
-            lambda: trackers(run, sealed.job.model_dump(mode="json"), tensorboard, wandb),
-        )
+            trackers(run, sealed.job.model_dump(mode="json"), tensorboard, wandb),
+        ):
+            if may_restart():
+                restart()
 
 
 def train(
-    configure: "Callable[[], WorkerConfig]",
+    config: "WorkerConfig",
     options: WorkerOptions,
-    track: "Callable[[], AbstractContextManager[Log]]" = lambda: nullcontext(lambda event: None),
+    tracking: "AbstractContextManager[Log]" = nullcontext(lambda event: None),  # noqa: B008
     beside: "Callable[[Training], Coroutine[Any, Any, object]] | None" = None,
-) -> None:
-    """Train a job until it is done or the owner stops the worker.
+) -> bool:
+    """Train a job until it is done, the owner stops the worker, or the worker must pause.
 
-    For a pause, the same command may replace this process. ``beside`` runs while it trains.
+    ``beside`` runs meanwhile. Return whether the worker ended for a pause: the caller then restarts
+    the program, if that frees memory, and trains again.
     """
     if options.priority == "low":
         yield_to_others()
-    while True:
-        config = configure()
-        record = TrainingRecord(job_folder(config.data_dir, config.job), config.job, wall_clock)
-        config = replace(config, round_bytes=int(record.status.get("round_bytes", 0)))
-        with track() as log, display(as_json=options.as_json) as shown:
-            paused = run_until_stopped(_work(config, record, shown, log, options, beside))
-        if not paused:
-            return
-        if may_restart():
-            restart()
+    record = TrainingRecord(job_folder(config.data_dir, config.job), config.job, wall_clock)
+    config = replace(config, round_bytes=int(record.status.get("round_bytes", 0)))
+    with tracking as log, display(as_json=options.as_json) as shown:
+        return run_until_stopped(_work(config, record, shown, log, options, beside))
 
 
 def configured(entry: Entry, options: WorkerOptions, directory: Path, job: str) -> "WorkerConfig":

@@ -14,7 +14,7 @@ from tests.support.processes.commands import LOOPBACK, SWARMNET, Place, RunningC
 
 
 class NodeProcess(RunningCommand):
-    """One ``swarmnet join`` with its data directory."""
+    """One ``swarmnet join`` or ``swarmnet volunteer`` with its data directory."""
 
     def __init__(
         self,
@@ -22,13 +22,14 @@ class NodeProcess(RunningCommand):
         data_dir: Path,
         place: Place = LOOPBACK,
         program: Sequence[str] = SWARMNET,
+        command: str = "join",
     ) -> None:
         self.data_dir = data_dir
         # If this process is killed, the stdin of the node ends, and the node with it.
         where = ("--data-dir", str(data_dir), "--listen", f"/ip4/{place.ip}/tcp/0", "--stop-on-eof")
         where += ("--priority", "normal")  # a node at low priority would be slow on a busy machine
         log = data_dir.with_suffix(".log")
-        super().__init__(("join", *arguments, *where), log, place, stdin=subprocess.PIPE, program=program)
+        super().__init__((command, *arguments, *where), log, place, stdin=subprocess.PIPE, program=program)
 
     @property
     def name(self) -> str:
@@ -75,12 +76,17 @@ class Swarm:
         return [option for address in self.bootstrap for option in ("--bootstrap", address)]
 
     def launch(
-        self, name: str, *options: str, place: Place = LOOPBACK, program: Sequence[str] = SWARMNET
+        self,
+        name: str,
+        *options: str,
+        place: Place = LOOPBACK,
+        program: Sequence[str] = SWARMNET,
+        command: str = "join",
     ) -> NodeProcess:
         """Start a node without waiting for it. The first node is the bootstrap peer of all."""
         arguments = (str(self.file), "--model", self.model, "--cache-dir", str(self.cache_dir), *options)
         self.nodes[name] = NodeProcess(
-            (*arguments, *self.bootstrap_options), self.directory / name, place, program
+            (*arguments, *self.bootstrap_options), self.directory / name, place, program, command
         )
         return self.nodes[name]
 
