@@ -613,7 +613,7 @@ class Worker:
         self._emit(
             "round",
             round=pending.round,
-            loss=round(pending.report.loss, 6) if pending.report.tokens else None,
+            loss=round(pending.report.loss, 6) if pending.report.tokens and self._knows_loss else None,
             tokens=round(outcome.tokens),
             own_tokens=pending.report.tokens,
             workers=pending.workers,
@@ -787,6 +787,11 @@ class Worker:
         return await loop.run_in_executor(self._dependencies.writer, self._checkpoints.spill, pieces)
 
     # ---- helpers --------------------------------------------------------------------------------
+
+    @property
+    def _knows_loss(self) -> bool:
+        """False in the later stages: stage 0 computes the loss."""
+        return not self._about_stage().get("stage")
 
     def _about_stage(self) -> dict[str, int]:
         """Return the fields about this worker's stage in the event "ready"."""

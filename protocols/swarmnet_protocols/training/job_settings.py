@@ -454,15 +454,15 @@ class Job(_Section):
     ) -> "Job":
         """Return this job with the local paths of its data and model, which this user gave.
 
-        ``data``: a path for each source that names no data itself, in the order of the job; none
-        unless this worker ``reads_data``. Raises ``ConfigError`` if a path is missing, or is given
-        though the job does not need it.
+        ``data``: a path for each source that names no data itself, in the order of the job. Not
+        used unless this worker ``reads_data``. Raises ``ConfigError`` if a path is missing, or is
+        given though the job does not need it.
         """
         job = self
         needed = sum(source.needs_path for source in self.data.sources) if reads_data else 0
+        data = data if reads_data else ()
         if data and not needed:
-            why = "this job names its data itself" if reads_data else "only stage 0 reads the data"
-            raise ConfigError(why, hint="leave out --data")
+            raise ConfigError("this job names its data itself", hint="leave out --data")
         if reads_data and not data and any(source.is_own for source in self.data.sources):
             raise ConfigError(
                 "this job trains on files of your own, which stay on this machine",

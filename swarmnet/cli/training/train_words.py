@@ -143,7 +143,8 @@ def sentence(event: Fields) -> str:
     match event["event"]:
         case "round":
             outcome = "committed" if event["committed"] else f"discarded ({event['reason']})"
-            loss = "only listened" if event["loss"] is None else f"loss {event['loss']:.4f}"
+            did = counted(event["own_tokens"], "token") if event.get("own_tokens") else "only listened"
+            loss = did if event["loss"] is None else f"loss {event['loss']:.4f}"
             sent, received = show_size(event["bytes_sent"]), show_size(event["bytes_received"])
             text = (
                 f"round {event['round']} {outcome}: {loss}, {counted(event['workers'], 'worker')}, "

@@ -1,0 +1,57 @@
+"""Real workers train a model that fits none of them. A machine that trains nothing collects it."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.processes.commands import call
+from tests.support.processes.worker_processes import bootstrap, create_job, workers
+from tests.support.training.workers import write_job
+
+MAX_RAM_MIB = 1000
+"""Most memory of a worker. Python, torch and transformers take 450 MiB of it."""
+_MODEL = "hidden_size = 512\nintermediate_size = 1536\nnum_hidden_layers = 11\nnum_attention_heads = 8"
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_model_that_fits_no_worker_is_trained(tmp_path: Path) -> None:
+    toml = write_job(tmp_path, "allreduce", rounds=3)
+    for line in _MODEL.splitlines():
+        key = line.partition(" ")[0]
+        toml = "\n".join(line if each.startswith(f"{key} ") else each for each in toml.splitlines())
+    options = ("--max-ram", f"{MAX_RAM_MIB}MiB")
+    job = create_job(tmp_path, toml + "\n[stages]\ncount = 3\n")
+    (tmp_path / "whole.toml").write_text(toml.replace('"tiny"', '"whole"'))
+    swarm: tuple[str, ...] = ("--swarm", str(tmp_path / "swarm.toml"))
+    anna = ("--data-dir", str(tmp_path / "anna"))
+    whole = call("train", "create", str(tmp_path / "whole.toml"), *swarm, *anna)["job"]
+    with (
+        pytest.raises(RuntimeError, match="GiB of memory"),
+        workers(tmp_path, whole, "anna", options=options),
+    ):
+        pass
+    with workers(tmp_path, job, "anna", "boris", "clara", options=options) as running:
+        for worker in running.values():
+            worker.wait("notice")
+        assert {worker.wait("ready")["stage"] for worker in running.values()} == {0, 1, 2}
+        peaks = [_peak_mib(worker.process.pid) for worker in running.values()]
+        assert max(peaks) < MAX_RAM_MIB, peaks
+        swarm = (*swarm, "--bootstrap", bootstrap(running)[0])
+        elsewhere = ("--data-dir", str(tmp_path / "nothing"), "--cache-dir", str(tmp_path / "cache"))
+        call("train", "export", job, *swarm, *elsewhere, "--out", str(tmp_path / "model"))
+        for worker in running.values():
+            worker.process.send_signal(signal.SIGTERM)
+            assert worker.process.wait(30) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.isfinite(model(torch.tensor([[104, 105]])).logits).all()
+
+
+def _peak_mib(pid: int) -> int:
+    """The largest resident memory of a process so far."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    [line] = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) >> 10
