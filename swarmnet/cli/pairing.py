@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import platform
 import re
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ _MAX_LINE_BYTES = 256
 
 def enter_household(data_dir: Path, name: str, bootstrap: Sequence[str], *, as_json: bool) -> Entry:
     """Return the entry to the household swarm that this computer joined before, or that it joins by
-    a code. ``name``: of this computer, for the people at the other one; empty: its host name.
+    a code. ``name``: of this computer, for the people at the other one.
 
     Raises what ``pair`` and ``enter`` raise.
     """
@@ -38,7 +37,7 @@ def enter_household(data_dir: Path, name: str, bootstrap: Sequence[str], *, as_j
     paired = asyncio.run(
         pair(
             peer.identity_path,
-            name or platform.node(),
+            name,
             partial(_choose, as_json=as_json),
             partial(_ask, as_json=as_json),
         )

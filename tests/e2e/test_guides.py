@@ -5,6 +5,7 @@ nodes."""
 import contextlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -296,6 +297,7 @@ def test_two_commands_and_a_code_make_a_swarm_of_two_computers(
             show(page, showing.wait("ready")["url"])
             expect(page.locator("#members li")).to_contain_text("member · client, host")
             expect(page.locator("dl.figures")).to_contain_text("Peers2")
+            expect(page.locator("#peers .peer-name")).to_have_text([platform.node()] * 2)
             portray(page, pictures, "home")
         joining.kill()
         again = typed(join, "again", two)

@@ -1,5 +1,6 @@
 """``swarmnet join``: a node that hosts a part of a model until it is stopped."""
 
+import platform
 import re
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
@@ -177,6 +178,11 @@ class NodeOptions:
             raise typer.BadParameter("give either --blocks or --num-blocks", param_hint="'--num-blocks'")
         self.limits.given()
 
+    def named(self) -> "NodeOptions":
+        """Return the options with a name: the owner's, or the host name. People in one room know
+        their computers by it."""
+        return replace(self, public_name=self.public_name or platform.node())
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForegroundOptions:
@@ -231,6 +237,7 @@ def join(
     options.check()
     page = node_page(dashboard, dashboard_key_file) if dashboard is not None else None
     if swarm is None:
+        options = options.named()
         entry = enter_household(
             options.data_dir, options.public_name, options.bootstrap, as_json=foreground.as_json
         )

@@ -47,5 +47,5 @@ def start(
         partial(show_code, as_json=foreground.as_json),
         partial(show_newcomer, as_json=foreground.as_json),
     )
-    options = replace(options, issuer=options.issuer or folder / KEY_NAME)
+    options = replace(options.named(), issuer=options.issuer or folder / KEY_NAME)
     host(entry, options, foreground, house=house)
