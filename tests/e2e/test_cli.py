@@ -170,8 +170,9 @@ def test_a_prompt_that_is_too_long_is_refused(node: RunningNode, capsys: pytest.
     assert "shorten" in capsys.readouterr().err
 
 
-def test_a_plain_answer_imports_neither_torch_nor_transformers(node: RunningNode) -> None:
-    arguments = ("run", MODEL, "The capital of France is", "--raw", "-n", "2", *node.where)
+def test_an_answer_imports_neither_torch_nor_transformers(node: RunningNode, tmp_path: Path) -> None:
+    trace = ("--trace", str(tmp_path / "trace.json"))
+    arguments = ("run", MODEL, "The capital of France is", "--raw", "-n", "2", *trace, *node.where)
     assert execute([*arguments]) == 0  # the cache has the vocabulary afterwards
     logged = [SWARMNET[0], "-X", "importtime", *SWARMNET[1:]]
     done = subprocess.run([*logged, *arguments], capture_output=True, text=True, timeout=120, check=True)

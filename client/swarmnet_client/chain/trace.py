@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from swarmnet_protocols.errors import ProtocolViolation
@@ -158,6 +159,18 @@ class Trace:
         """Write the recorded steps."""
         events = trace_events(self.trips, self.steps)
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+@contextlib.contextmanager
+def tracing(path: str | Path) -> Iterator[Trace]:
+    """Yield a trace, and write it to a file when the context ends. Raises ``OSError`` if the file
+    cannot be written."""
+    trace = Trace()
+    with open(path, "w", encoding="utf-8") as file:  # before the work, which may be long
+        try:
+            yield trace
+        finally:
+            trace.write(file)
 
 
 def trace_events(

@@ -13,6 +13,8 @@ from swarmnet_protocols.session.arrays import ElementType
 if TYPE_CHECKING:
     import torch
 
+    from swarmnet_client.chain.trace import Trace
+
 _DTYPES = {each.name.lower(): each for each in ElementType if each is not ElementType.INT8}
 _WIRES = {"auto": None, **{name: ElementType[name.upper()] for name in ("float32", "bfloat16", "int8")}}
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
@@ -25,7 +27,7 @@ class LoadOptions:
 
     - ``dtype``, ``device``: of the embeddings and the head.
     - ``labels``: number of classes of a classifier; None for the CausalLM.
-    - ``standby``, ``wire``, ``wait_s``: as in ``ChainSpec``.
+    - ``standby``, ``wire``, ``wait_s``, ``trace``: as in ``ChainSpec``.
     - ``draft``: name of a small model that drafts tokens; empty for none.
     - ``packed``: whether quantised embeddings and lm_head stay as the checkpoint stores them.
       Packed weights cannot be trained or adapted.
@@ -39,6 +41,7 @@ class LoadOptions:
     wire: ElementType | None = None
     draft: str = ""
     wait_s: float = 0.0
+    trace: "Trace | None" = None
 
     @classmethod
     def picked(
@@ -70,6 +73,7 @@ class LoadOptions:
             self.wire,
             standby=self.standby,
             wait_s=self.wait_s,
+            trace=self.trace,
         )
 
     @property

@@ -26,7 +26,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from swarmnet_client.chain.hops import ChainReport
-from swarmnet_client.chain.trace import Trace
+from swarmnet_client.chain.trace import Trace, tracing
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.hosts.runtime import Runtime
 from swarmnet_client.hosts.traffic import Traffic
@@ -104,14 +104,13 @@ class SwarmModel:
         Perfetto (ui.perfetto.dev) and chrome://tracing show such files. Sessions that were opened
         before are not traced. Raises ``OSError`` if the file cannot be written.
         """
-        trace, spec = Trace(), self.blocks.spec
-        self.blocks.spec = dataclasses.replace(spec, trace=trace)
-        with open(path, "w", encoding="utf-8") as file:  # before the work, which may be long
+        spec = self.blocks.spec
+        with tracing(path) as trace:
+            self.blocks.spec = dataclasses.replace(spec, trace=trace)
             try:
                 yield trace
             finally:
                 self.blocks.spec = spec
-                trace.write(file)
 
     def close(self) -> None:
         """Leave the swarm; idempotent."""

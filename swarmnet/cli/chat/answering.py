@@ -1,7 +1,6 @@
 """Two ways to answer the prompts of `run`, `bench` and a chat: a batch of one, or transformers.
 
-Both are clients of the swarm. Plain generation needs neither torch nor transformers; adapters and
-traces are those of the transformers model.
+Both are clients of the swarm. Generation needs neither torch nor transformers, but with an adapter.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -166,13 +166,18 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         resident = None
     opening: AbstractContextManager[Answerer]
     how: dict[str, Any] = {"dtype": dtype, "wire": wire, "standby": standby, "draft": draft, "wait_s": wait}
-    if adapter is not None or trace is not None:
-        opening = _open_model(model, network, client, screen, adapter, trace, **how)
-    elif resident is not None:
-        opening = _open_endpoint(resident, model, network, client, screen)
-    else:
-        opening = open_answerer(model, network, client, screen, **how)
-    with opening as answerer:
+    with ExitStack() as stack:
+        if trace is not None:
+            from swarmnet_client.chain.trace import tracing
+
+            how["trace"] = stack.enter_context(tracing(trace))
+        if adapter is not None:
+            opening = _open_model(model, network, client, screen, adapter, **how)
+        elif resident is not None:
+            opening = _open_endpoint(resident, model, network, client, screen)
+        else:
+            opening = open_answerer(model, network, client, screen, **how)
+        answerer = stack.enter_context(opening)
         said = Conversation(answerer.tokenizer, answerer.context, raw, system)
         if is_chat:
             if not as_json and sys.stdin.isatty() and sys.stdout.isatty():
@@ -267,11 +272,10 @@ def _open_model(
     network: "Network",
     client: ClientOptions,
     screen: Screen,
-    adapter: Path | None,
-    trace: Path | None,
+    adapter: Path,
     **options: Any,
 ) -> Iterator[Answerer]:
-    """Open a transformers model with an adapter, or one that writes a trace."""
+    """Open a transformers model with an adapter."""
     with progress(quiet=screen.as_json) as report:
         report("finding the swarm", 0, None)
         import_transformers()
@@ -282,21 +286,15 @@ def _open_model(
             name,
             network=network,
             cache_dir=client.cache_dir,
-            options=LoadOptions.picked(only_generates=adapter is None, **options),
+            options=LoadOptions.picked(**options),
             max_disk_bytes=client.max_disk_bytes,
             notice=screen.notice,
         )
-    with model, ExitStack() as stack:
-        answering: Any = model
-        if adapter is not None:
-            from swarmnet_client.tuning.adapter_dir import load_adapter
-            from swarmnet_protocols.models.peft_adapters import quiet_peft
+        from swarmnet_client.tuning.adapter_dir import load_adapter
+        from swarmnet_protocols.models.peft_adapters import quiet_peft
 
-            stack.enter_context(quiet_peft())
-            answering = load_adapter(model, adapter)
-        if trace is not None:
-            stack.enter_context(model.trace(trace))
-        yield ModelAnswerer(answering)
+    with model, quiet_peft():
+        yield ModelAnswerer(load_adapter(model, adapter))
 
 
 def _question(prompt: str | None) -> str:
