@@ -84,6 +84,8 @@ class JobObservation:
     """The highest round that a worker announces."""
     left: Mapping[PeerId, int] = field(default_factory=dict)
     """The last round of each worker that announces its leave."""
+    stages: int | None = None
+    """The number of stages of its model; None if each worker holds the whole model."""
 
 
 @dataclass(frozen=True)

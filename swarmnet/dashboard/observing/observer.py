@@ -13,7 +13,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from swarmnet.dashboard.observing.observations import JobObservation, Snapshot, SwarmInfo
@@ -190,15 +189,24 @@ class Observer:
             job, _ = await find_job(self._directory, job_id)
         except Unreachable:  # any peer may list a job that does not exist
             return None
-        return JobObservation(job_id, job.job.job.name, job.job.method.name, job.job.job.rounds)
+        about = job.job
+        return JobObservation(
+            job_id, about.job.name, about.method.name, about.job.rounds, stages=about.stage_count
+        )
 
     async def _find_workers(self) -> None:
         self._workers = {job_id: known for job_id, known in self._workers.items() if job_id in self._jobs}
         if self._jobs:
-            from swarmnet_protocols.training.job_records import find_workers
+            self._workers |= await self._look_up_each(self._jobs, self._workers_of)
 
-            find = partial(find_workers, self._directory, also_left=True)
-            self._workers |= await self._look_up_each(self._jobs, find)
+    async def _workers_of(self, job_id: str) -> "dict[RoundMember, WorkerPosition]":
+        from swarmnet_protocols.training.job_records import find_workers
+        from swarmnet_protocols.training.pipeline.stages import groups
+
+        found: dict[RoundMember, WorkerPosition] = {}
+        for group in groups(job_id, self._jobs[job_id].stages):
+            found |= await find_workers(self._directory, group, also_left=True)
+        return found
 
     async def _find_peers(self) -> None:
         """Read the hosts and expert peers of every model, select the peers to poll, and update
