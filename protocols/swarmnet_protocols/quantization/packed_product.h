@@ -74,22 +74,33 @@ ALWAYS void add_pieces(const kind of, const piece *p, int64_t count, const activ
     for (int r = 0; r < rows; r++) *(floats *)sums[r] = sum[r];
 }
 
-/* Adds to sums [rows][GROUP] the products of `count` pieces of interleaved blocks with rows of x. There are at most
- * BLOCK_WEIGHTS weights of an output. For one row, the pieces stay in registers. */
+/* Adds to sums [rows][GROUP] the products of `count` pieces of interleaved blocks, for outputs from `at` on. Pieces stay in
+ * registers. rows is a compile-time constant, at most 4. */
+ALWAYS void add_few(const int64_t format, const uint8_t *in, int64_t count, const activations *x, int64_t pitch, const int rows, int at,
+                    float (*sums)[GROUP]) {
+    const int a_block = layout_of(format)->weights / 32, bytes = GROUP * layout_of(format)->bytes;
+    floats sum[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) sum[r] = *(const floats *)(sums[r] + at);
+    for (int i = 0; i < count; i++) {
+        piece p;
+        unpack_piece(format, in + i / a_block * bytes, i % a_block, at, &p);
+        add_piece(kind_of(format), &p, x + i, pitch, rows, sum);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) *(floats *)(sums[r] + at) = sum[r];
+}
+
+/* As add_few, for all outputs and any number of rows. There are at most BLOCK_WEIGHTS weights of an output. */
 ALWAYS void add_blocks(const int64_t format, const uint8_t *in, int64_t count, const activations *x, int64_t pitch, int64_t rows,
                        float (*sums)[GROUP]) {
     const kind of = kind_of(format);
     const int a_block = layout_of(format)->weights / 32, bytes = GROUP * layout_of(format)->bytes;
     for (int at = 0; at < GROUP; at += WIDTH)
-        if (rows == 1) {
-            floats sum = *(const floats *)(sums[0] + at);
-            for (int i = 0; i < count; i++) {
-                piece p;
-                unpack_piece(format, in + i / a_block * bytes, i % a_block, at, &p);
-                add_piece(of, &p, x + i, pitch, 1, &sum);
-            }
-            *(floats *)(sums[0] + at) = sum;
-        } else {
+        if (rows == 1) add_few(format, in, count, x, pitch, 1, at, sums);
+        else if (HAS_DOTS && rows == 2) add_few(format, in, count, x, pitch, 2, at, sums);
+        else if (HAS_DOTS && rows == 4) add_few(format, in, count, x, pitch, 4, at, sums);
+        else {
             piece ready[BLOCK_WEIGHTS / 32];
             for (int i = 0; i < count; i++) unpack_piece(format, in + i / a_block * bytes, i % a_block, at, ready + i);
             int64_t r = 0;
