@@ -36,6 +36,11 @@ def check_options(job: Job, memory: MemoryOptions) -> None:
             f"{method.name} takes forward passes only, in the format that the job names",
             hint="leave out --precision, --recompute and --optimizer-states",
         )
+    if memory.precision != "auto" and job.model.is_lora:
+        raise ConfigError(
+            "the frozen weights of a job with an adapter decide the format of its passes",
+            hint="leave out --precision",
+        )
     check_packages(job.training, eight_bit=memory.optimizer_states == "8bit")
 
 

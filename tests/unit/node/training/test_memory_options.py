@@ -138,6 +138,12 @@ def test_a_job_of_forward_passes_refuses_ways_to_save(tmp_path: Path, memory: Me
         _trainer(tmp_path, memory, method={"name": "zo", "settings": {}})
 
 
+def test_an_adapter_refuses_a_precision(tmp_path: Path) -> None:
+    model = {"config": None, "checkpoint": str(tmp_path), "train": "lora"}
+    with pytest.raises(ConfigError, match="frozen weights"):
+        _trainer(tmp_path, MemoryOptions("bfloat16"), model=model)
+
+
 def test_a_model_that_cannot_recompute_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaForCausalLM
 
