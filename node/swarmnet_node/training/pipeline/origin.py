@@ -266,8 +266,6 @@ class MicrobatchOrigin:
                             self._spawn(step, stage, peer, missing)
                     case "attempt":
                         contributors = peers_from_wire(reply.attempt.contributors)
-                        step.ledger.take_back(stage, contributors)
-                        await step.notify()
                         for absent in step.ledger.absent(stage, contributors):
                             self._spawn(step, stage, absent, set(step.ledger.listed(absent)))
                     case "committed":

@@ -73,7 +73,8 @@ class Pipeline:
         self._accounts: dict[int, Accounts] = {}
         self._attempts: dict[int, tuple[PeerId, ...]] = {}
         """The contributors of the last exchange of a round that was not committed."""
-        self._settled: Accounts | None = None
+        self._settled: dict[MicrobatchId, int] | None = None
+        """The microbatches in this worker's last contribution to the present round."""
         self._open: Counter[PeerId] = Counter()
         self._hearing = 0
         """Conversations of origins that are open. Each lasts until all stages have committed."""
@@ -154,7 +155,9 @@ class Pipeline:
 
         def is_news() -> bool:
             accounts = self._accounts.get(round)
-            return accounts is not None and accounts.end() is not None and accounts != self._settled
+            if accounts is None or accounts.end() is None:
+                return False
+            return accounts.counted(round) != self._settled
 
         async with self._news:
             if self._settled is None:
@@ -165,11 +168,8 @@ class Pipeline:
                         await self._news.wait_for(lambda: is_news() or self._is_behind or self._stopped)
         if self._is_behind or self._stopped:
             return False
-        accounts = self._accounts[round]
-        self._settled = Accounts(
-            {origin: dict(listed) for origin, listed in accounts.lists.items()}, dict(accounts.ends)
-        )
-        counted = {id: tokens for id, tokens in accounts.counted(round).items() if self._has(id)}
+        self._settled = self._accounts[round].counted(round)
+        counted = {id: tokens for id, tokens in self._settled.items() if self._has(id)}
         await self._turns.run(Urgency.BACKWARD, lambda: self._passes.settle(counted, self._kept))
         return True
 
@@ -193,6 +193,8 @@ class Pipeline:
         tokens = outcome.tokens if outcome.average is not None else -1.0
         if end_here is not None and commits(end_here, tokens, attempt):
             return True
+        if end_here is not None and tokens > end_here.tokens:
+            self._accounts[round].forget_lost()
         self._attempts[round] = contributors
         await self._notify()
         return False
@@ -332,6 +334,8 @@ class Pipeline:
             await race(converse(), stream.send_heartbeats(self._job.timing.heartbeat_s, lambda: heartbeat))
         finally:
             self._hearing -= 1
+            if round in self._accounts:
+                self._accounts[round].lost.add(stream.peer)
             await self._notify()
 
     def _listing(self, wire: pb.Listing) -> dict[int, int]:
@@ -343,7 +347,7 @@ class Pipeline:
         while True:
             if round >= self._round:
                 accounts = self._accounts.setdefault(round, Accounts())
-                accounts.lists[origin] = listed
+                accounts.list(origin, listed)
                 missing = [number for number in listed if not self._has(MicrobatchId(round, origin, number))]
                 await stream.send(pb.StepReply(listed=pb.Listed(missing=missing)))
                 await self._notify()

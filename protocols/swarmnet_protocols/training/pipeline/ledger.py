@@ -60,18 +60,6 @@ class MicrobatchLedger:
         found = workers - set(contributors)
         return found if 2 * len(found) < len(workers) else set()
 
-    def take_back(self, stage: int, contributors: Collection[PeerId]) -> None:
-        """Enter microbatches again for ``contributors`` that still count them.
-
-        The origin gave these to other workers, because it could not reach the contributors.
-        """
-        for peer in contributors:
-            for number in self.confirmed.get(peer, {}):
-                chain = list(self.chains[number])
-                if peer not in chain:
-                    chain[stage - 1] = peer
-                    self.chains[number] = tuple(chain)
-
 
 @dataclass(frozen=True)
 class StepEnd:
@@ -88,6 +76,18 @@ class Accounts:
     lists: dict[PeerId, dict[int, int]] = field(default_factory=dict)
     """Origin → microbatch → predicted tokens."""
     ends: dict[PeerId, StepEnd] = field(default_factory=dict)
+    lost: set[PeerId] = field(default_factory=set)
+    """Origins whose conversation broke. They may list their microbatches elsewhere now."""
+
+    def list(self, origin: PeerId, listed: dict[int, int]) -> None:
+        """Replace what an origin lists."""
+        self.lists[origin] = listed
+        self.lost.discard(origin)
+
+    def forget_lost(self) -> None:
+        """Count nothing of lost origins, because a microbatch counted twice."""
+        for origin in self.lost:
+            self.lists.pop(origin, None)
 
     def end(self) -> StepEnd | None:
         """Return the end that most origins report, or None."""

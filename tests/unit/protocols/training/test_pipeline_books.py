@@ -130,9 +130,7 @@ def test_a_microbatch_has_one_worker_of_each_stage() -> None:
     ledger.enter(1, (FIRST, SECOND), 6)  # OTHER cannot be reached any more
     assert ledger.listed(OTHER) == {}
     assert not ledger.is_confirmed
-    ledger.take_back(2, [OTHER])  # and yet it was in an exchange
-    assert ledger.listed(OTHER) == {1: 6}
-    assert ledger.listed(SECOND) == {0: 10}
+    assert ledger.listed(SECOND) == {0: 10, 1: 6}
 
 
 def test_only_a_minority_is_absent() -> None:
@@ -154,6 +152,16 @@ def test_a_worker_counts_what_counting_origins_list() -> None:
     }
     assert accounts.end() == StepEnd((ORIGIN,), 10)
     assert accounts.counted(7) == {MicrobatchId(7, ORIGIN, 0): 10}
+
+
+def test_what_a_lost_origin_listed_can_be_forgotten() -> None:
+    accounts = Accounts(ends={ORIGIN: StepEnd((FIRST, ORIGIN), 10)})
+    accounts.list(ORIGIN, {0: 4})
+    accounts.list(FIRST, {0: 6})
+    accounts.lost |= {ORIGIN, FIRST}
+    accounts.list(FIRST, {1: 6})  # it found this worker again
+    accounts.forget_lost()
+    assert accounts.counted(7) == {MicrobatchId(7, FIRST, 1): 6}
 
 
 def test_a_stage_commits_all_tokens_or_fewer_at_last() -> None:
