@@ -78,7 +78,6 @@ class Pipeline:
         self._open: Counter[PeerId] = Counter()
         self._hearing = 0
         """Conversations of origins that are open. Each lasts until all stages have committed."""
-        self._is_behind = False
         self._stopped = False
         self._news = asyncio.Condition()
 
@@ -134,7 +133,7 @@ class Pipeline:
 
     async def advance(self, round: int) -> None:
         """Begin ``round`` with the present weights."""
-        self._round, self._is_behind = round, False
+        self._round = round
         await self._compute(self._passes.restart)
         self._kept = {id: kept for id, kept in self._kept.items() if id.round >= round - 1}
         for kept in self._kept.values():
@@ -147,7 +146,7 @@ class Pipeline:
     async def gradient(self, round: int, slot: int) -> bool:
         """Make the trainer's gradient that of this worker's microbatches in ``round``.
 
-        Returns False if this worker may be behind, or stops.
+        Returns False if this worker stops.
         """
         if self._origin is not None:
             await self._origin.originate(round, slot)
@@ -161,12 +160,12 @@ class Pipeline:
 
         async with self._news:
             if self._settled is None:
-                await self._news.wait_for(lambda: is_news() or self._is_behind or self._stopped)
+                await self._news.wait_for(lambda: is_news() or self._stopped)
             else:  # an exchange of this round lacked microbatches
                 with suppress(TimeoutError):
                     async with asyncio.timeout(NEWS_S):
-                        await self._news.wait_for(lambda: is_news() or self._is_behind or self._stopped)
-        if self._is_behind or self._stopped:
+                        await self._news.wait_for(lambda: is_news() or self._stopped)
+        if self._stopped:
             return False
         self._settled = self._accounts[round].counted(round)
         counted = {id: tokens for id, tokens in self._settled.items() if self._has(id)}
@@ -268,8 +267,6 @@ class Pipeline:
             async with asyncio.timeout(ROUND_WAIT_S), self._news:
                 await self._news.wait_for(lambda: self._round >= round or round > self._round + 1)
         if self._round < round:
-            self._is_behind = True
-            await self._notify()
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"this worker is at round {self._round}", 1.0)
 
     async def _gradient(self, microbatch: Microbatch, kept: KeptMicrobatch) -> Buffer:
