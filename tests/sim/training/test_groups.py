@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
+from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.routing.coordinates import Coordinate
-from swarmnet_protocols.training import matchmaking, rosters
-from swarmnet_protocols.training.rosters import arranged
+from swarmnet_protocols.training import MAX_WORKERS, matchmaking, rosters
+from swarmnet_protocols.training.rosters import NO_ADDRESSES, JoinRequest, arranged, request_to_wire
+from tests.defences import defence, replacing
+from tests.support.network.memory_network import MemoryNetwork
 from tests.support.network.virtual_time import run
+from tests.support.training import peers
 from tests.support.training.crowd import Crowd, simulate
+from tests.support.training.peers import AT_START, JOB, Worker
 from tests.support.training.workers import WorkerLab, train, write_job
 
 MEMBERS = 4
@@ -105,3 +111,22 @@ def test_groups_are_of_near_workers_and_equal_sizes() -> None:
 def test_the_workers_of_one_group_need_no_coordinates() -> None:
     peers = [PeerId(name) for name in "cab"]
     assert arranged({peer: Coordinate() for peer in peers}) == [sorted(peers)]
+
+
+@defence(
+    "a follower forwards no more requests than a job has workers",
+    off=replacing(matchmaking, "MAX_WORKERS", 1 << 30),
+)
+def test_too_many_forwarded_requests_are_refused_at_once() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        leader, other = workers
+        await leader.matchmaking.set_position(AT_START)
+        stream = await MATCHMAKING.open(other.transport, leader.member.peer)
+        request = request_to_wire(JOB, JoinRequest(other.member, AT_START, {}), NO_ADDRESSES)
+        request.followers = MAX_WORKERS
+        await stream.send(request)
+        with pytest.raises(SwarmnetError):
+            await stream.receive()
+        assert asyncio.get_running_loop().time() < 1.0
+
+    peers.simulate(2, scenario)

@@ -6,16 +6,18 @@ import random
 import pytest
 import torch
 
-from swarmnet_protocols.errors import StreamEnded, SwarmnetError
+from swarmnet_protocols.errors import ConfigError, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
-from swarmnet_protocols.training.rounds import terms
-from swarmnet_protocols.training.rounds.aggregation_rules import weighted_mean
+from swarmnet_protocols.training.codecs import get_codec
+from swarmnet_protocols.training.rounds import reduction, terms
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules, weighted_mean
 from swarmnet_protocols.training.rounds.averaging import Averager
+from swarmnet_protocols.training.rounds.reduction import contributors, read_summary
 from swarmnet_protocols.training.rounds.round_runner import Outcome
 from swarmnet_protocols.training.rounds.terms import RoundMember, RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
-from tests.defences import defence, replacing
+from tests.defences import defence, nothing, replacing
 from tests.support.training.lab import (
     COUNT,
     JOB,
@@ -150,3 +152,32 @@ def test_random_faults_leave_the_same_bits(seed: int) -> None:
     for _ in range(3):
         on_delivery(lab, nth(rng.choice(KINDS), rng.randint(1, 30)), random_fault(lab, rng))
     averaged(lab, Work.random(lab, COUNT), rng.choice([2, 3, 5]))
+
+
+@defence(
+    "members of a round with several groups check the contributors of each",
+    off=replacing(reduction, "below", nothing),
+    inside=[1 << 5, 1, 1],
+)
+@pytest.mark.parametrize("inside", [[], [1, 1], [0, 0, 0], [1 << 5, 1, 1]])
+def test_a_result_with_impossible_contributors_is_refused(inside: list[int]) -> None:
+    split = groups_of(TrainingLab(WORKERS), 3)
+    round = RoundTerms.of(JOB, 0, split[0], COUNT, get_codec("float32"), groups=split)
+    good = pb.Summary(slice=1, inside=[1 << 4, 0, 3])
+    assert len(contributors(round, read_summary(round, 1, good.SerializeToString()))) == 3
+    wrong = pb.Summary(slice=1, inside=inside)
+    with pytest.raises(ProtocolViolation):
+        read_summary(round, 1, wrong.SerializeToString())
+
+
+def test_groups_that_no_round_can_have_are_refused() -> None:
+    one, two, three = groups_of(TrainingLab(WORKERS), 3)
+    robust = AggregationRules.named("median", 1.0)
+    for groups, rules in (
+        ([one], AggregationRules()),
+        ([one, two, two], AggregationRules()),
+        ([two, three], AggregationRules()),
+        ([one, two, three], robust),
+    ):
+        with pytest.raises(ConfigError):
+            RoundTerms.of(JOB, 0, one, COUNT, get_codec("float32"), rules, groups=groups)

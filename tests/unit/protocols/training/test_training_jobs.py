@@ -98,6 +98,13 @@ def test_errors_name_their_line(old: str, new: str, at: str, words: str, hint: s
     assert hint in caught.value.hint
 
 
+def test_a_robust_rule_with_more_workers_than_a_group_is_refused() -> None:
+    text = DILOCO.replace("max_workers = 16", "max_workers = 65")
+    assert parse_job(text.encode()).job.exchange.max_workers == 65
+    with pytest.raises(ConfigError, match="at most 64 with aggregate = 'median'"):
+        parse_job(text.replace('aggregate = "mean"', 'aggregate = "median"').encode())
+
+
 def test_fragments_that_do_not_divide_are_refused() -> None:
     text = template("streaming").replace("fragments = 5", "fragments = 7")
     with pytest.raises(ConfigError, match=r"job\.toml:\d+: .*fragments"):
