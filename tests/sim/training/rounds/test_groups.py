@@ -71,14 +71,14 @@ def mean_of_means(work: Work, outcome: Outcome, groups: list[list[RoundMember]])
             if not inside:
                 continue
             weights = [work.weights[peer] for peer in inside]
-            rows = torch.stack([work.values[peer][start:end] for peer in inside])
+            rows = [work.values[peer][start:end] for peer in inside]
             mean = weighted_mean(rows, torch.tensor(weights, dtype=torch.float64))
             between = RoundTerms.of(JOB, 0, group, COUNT, work.codec, groups=groups)
             reducer = between.members[between.reducers[outcome.slices.index((start, end))]].peer
             means[reducer] = math.fsum(weights), mean
         ordered = [means[peer] for peer in sorted(means)]
         totals = torch.tensor([weight for weight, _ in ordered], dtype=torch.float64)
-        slices.append(weighted_mean(torch.stack([mean for _, mean in ordered]), totals))
+        slices.append(weighted_mean([mean for _, mean in ordered], totals))
     return torch.cat(slices)
 
 
