@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from swarmnet_node.training.job_store import check_job
+from swarmnet_node.training.model import STAGE_FILE, read_model
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_protocols.training.job_settings import Job, JobError
 from swarmnet_protocols.training.memory_needs import MemoryNeeds
@@ -198,3 +200,17 @@ def test_cuts_make_the_largest_stage_smallest(ends: int, count: int) -> None:
     assert len(cuts) == count - 1
     assert all(one < other for one, other in pairwise((-1, *cuts, len(blocks))))
     assert largest(cuts) == min(map(largest, every(count - 1, 0)))
+
+
+def test_a_checkpoint_of_a_stage_names_tensors_of_the_whole_model(tmp_path: Path) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"config": LLAMA},
+        "stages": {"count": 2, "cuts": [2]},
+        **ALLREDUCE,
+    }
+    job, whole = tiny_job(tmp_path, **changes), tiny_trainer(tmp_path, **changes)._model
+    later = stages_of(job, tmp_path)[1]
+    later.write(tmp_path, later.parameters() + 1)
+    assert torch.equal(read_model(tmp_path), later.parameters() + 1)
+    for name, values in load_file(tmp_path / STAGE_FILE).items():
+        assert torch.equal(values, whole.get_parameter(name) + 1)
