@@ -47,7 +47,7 @@ from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
+from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS, decode_ids, encode_ids
 from swarmnet_protocols.training.pipeline import microbatches, step_streams
 from swarmnet_protocols.training.rounds import messages, reduction, terms
 from swarmnet_protocols.wire import (
@@ -588,6 +588,11 @@ TARGETS: dict[str, Target] = {
         )
         for name in BOUNDARY_CODECS
     },
+    "boundary ids": Target(
+        lambda data: decode_ids(data, 300),
+        lambda: [encode_ids(torch.arange(300), 300)],
+        ("training.codecs.boundary.decode_ids",),
+    ),
     "state": Target(read_state, state_seeds, ()),
     "job file": Target(jobs.parse_job, job_seeds, ("training.jobs.parse_job",)),
     "sealed job": Target(jobs.open_job, sealed_job_seeds, ("training.jobs.open_job",)),

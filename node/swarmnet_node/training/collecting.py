@@ -16,7 +16,6 @@ from torch import Tensor
 from swarmnet_node.training.model import model_config, save_whole, trained_parameters
 from swarmnet_node.training.shared_state import SharedState, max_state_bytes
 from swarmnet_node.training.stage_model import build_stage, empty_stage
-from swarmnet_node.training.steps.subspace import fold
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import IntegrityError, Unreachable
 from swarmnet_protocols.models import Progress
@@ -70,7 +69,7 @@ def _named(model: Any, parameters: Tensor) -> dict[str, Tensor]:
     for name, parameter in trained_parameters(model):
         named[name] = parameters[done : done + parameter.numel()].view(parameter.shape)
         done += parameter.numel()
-    found = named if model.subspace is None else fold(model.modules_in_whole(), named)
+    found = named if model.subspace is None else model.subspace.fold(named)
     return {name: each.contiguous() for name, each in found.items()}
 
 

@@ -102,4 +102,5 @@ def boundary_bytes(job: Job, config: Any) -> int:
     """Return the bytes of what a stage's worker keeps of a batch: its inputs, its outputs, and the
     gradients of both, in float32."""
     positions = job.training.batch_size * job.data.sequence_length
-    return 4 * 4 * positions * int(config.hidden_size)
+    subspace = None if job.stages is None else job.stages.subspace
+    return 4 * 4 * positions * int(subspace or config.hidden_size)

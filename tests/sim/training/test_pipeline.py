@@ -8,9 +8,11 @@ import pytest
 
 from swarmnet_protocols.net.protocol_ids import EXCHANGE, MICROBATCH, STEP
 from swarmnet_protocols.training.jobs import open_job
+from swarmnet_protocols.training.pipeline import microbatches
 from swarmnet_protocols.training.pipeline.norms import UsualNorms
 from swarmnet_protocols.wire import pipeline_pb2 as pb
 from swarmnet_protocols.wire import training_pb2
+from tests.bench.pipeline import Pipeline
 from tests.defences import Patch, defence
 from tests.support.network.memory_network import Delivery, LinkProfile
 from tests.support.network.virtual_time import run
@@ -195,3 +197,31 @@ def test_an_absurd_tensor_reaches_no_optimizer(what: str, tmp_path: Path) -> Non
     lab.check_books()
     assert lab.settled["1.0"] == set()
     assert lab.settled["1.1"]
+
+
+@pytest.mark.parametrize(
+    ("row", "near"),
+    [("float32", 1e-5), ("int8", 1e-2), ("int4", 3e-2), ("float32:k=6", 1e-5), ("int8:k=6", 1e-2)],
+)
+def test_real_boundaries_carry_the_bytes_of_the_yardstick(
+    row: str, near: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of 8 and 4 bits are rounded with other random bits there."""
+    arrived: list[int] = []
+    collected = microbatches._collected
+
+    async def counted(next_part: Any, size_bytes: int) -> bytearray:
+        arrived.append(len(data := await collected(next_part, size_bytes)))
+        return data
+
+    monkeypatch.setattr(microbatches, "_collected", counted)
+    codec, _, rank = row.partition(":k=")
+    stages = f'cuts = [1, 2, 3]\ncodec = "{codec}"\n' + (f"subspace = {rank}" if rank else "")
+    job = staged_job(tmp_path, family=LLAMA.replace("true", "false"), rounds=3)
+    lab = StageLab(tmp_path, job.replace("cuts = [1, 2, 3]", stages))
+    run(train(lab, *names(dict.fromkeys(range(4), 1))))
+
+    pipeline = Pipeline(row, lab.files.applied_to(open_job(lab.sealed).job), tmp_path / "cache")
+    steps = [pipeline.step(number) for number in range(3)]
+    assert sum(arrived) == sum(sum(sizes) for sizes, _ in steps)
+    assert list(lab.losses().values()) == pytest.approx([loss for _, loss in steps], rel=near)

@@ -65,10 +65,11 @@ def test_a_report_has_the_score_and_its_ratios() -> None:
         ]
         return Curve(label, 1, points=points)
 
-    yardstick = curve("float32", 400, 2.0, (4.0, 2.0, 1.0))
-    line = report(curve("int8", 100, 0.5, (4.0, 2.4, 1.25)), 2.0, yardstick)
-    assert (line["steps_to_target"], line["T"], line["faster"]) == (2, 3600.0, 2.0)
+    losses = (4.0, *(3.0,) * 8, 2.0, 1.0)
+    yardstick = curve("float32", 400, 2.0, losses)
+    line = report(curve("int8", 100, 0.5, (*losses[:9], 2.4, 1.25)), yardstick)
+    assert (line["steps_to_target"], line["T"], line["faster"]) == (10, 18_000.0, 3.6)
     assert (line["loss_ratio"], line["bytes_ratio"]) == (1.25, 0.25)
-    never = report(curve("int4", 50, 0.1, (4.0, 3.0, 2.5)), 2.0, yardstick)
+    never = report(curve("int4", 50, 0.1, (*losses[:9], 3.0, 2.5)), yardstick)
     assert never["T"] is None
     assert "faster" not in never

@@ -164,7 +164,7 @@ class MicrobatchOrigin:
             start_s = self._now()
             try:
                 gradient = await self._client.gradient(
-                    Microbatch(id, 1, chain), addresses, outputs or b"", self._passes.boundary.size_bytes
+                    Microbatch(id, 1, chain), addresses, outputs or b"", self._passes.boundary.gradient_bytes
                 )
             except StageFailed as failed:
                 chain = self._without(chain, failed, blamed)

@@ -102,6 +102,7 @@ class Pipeline:
             sequences * job.data.sequence_length,
             trainer.width,
             job.job.seed,
+            trainer.vocabulary,
         )
         workers = StageWorkers(directory, id, job.stages.count, transport.peer_id)
         passes = StagePasses(trainer, boundary)
@@ -233,7 +234,7 @@ class Pipeline:
 
         with self._place(stream.peer):
             await answer_microbatch(
-                stream, self._job.timing, admit, self._passes.boundary.size_bytes, gradient
+                stream, self._job.timing, admit, self._passes.boundary.inputs_bytes, gradient
             )
 
     @contextmanager
@@ -289,7 +290,7 @@ class Pipeline:
                 onward = microbatch.onward()
                 addresses = self._workers.addresses(onward.stage % self._job.stages, onward.receiver)
                 gradient = await self._client.gradient(
-                    onward, addresses, kept.outputs or b"", passes.boundary.size_bytes
+                    onward, addresses, kept.outputs or b"", passes.boundary.gradient_bytes
                 )
                 if kept.grad_inputs is None:
                     self._check_round(id)

@@ -15,12 +15,19 @@ from hashlib import sha256
 
 import torch
 
+from swarmnet_node.training.data.sampler import inputs_of
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.training.codecs.boundary import BoundaryCodec, rounding_seed
+from swarmnet_protocols.training.codecs.boundary import (
+    BoundaryCodec,
+    decode_ids,
+    encode_ids,
+    id_bytes,
+    rounding_seed,
+)
 from swarmnet_protocols.training.pipeline.microbatches import MicrobatchId
 from swarmnet_protocols.training.pipeline.norms import UsualNorms
 from swarmnet_protocols.wire import refusal_pb2
@@ -52,17 +59,39 @@ class Boundary:
     positions: int
     width: int
     seed: int
+    vocabulary: int = 0
+    """The model's number of tokens, if their ids cross with activations (``Subspace``); else 0."""
 
     @property
-    def size_bytes(self) -> int:
+    def gradient_bytes(self) -> int:
         return self.codec.size_bytes(self.positions, self.width)
 
-    def decode(self, data: Buffer) -> torch.Tensor:
-        return self.codec.decode(data, self.positions, self.width)
+    @property
+    def inputs_bytes(self) -> int:
+        ids_bytes = self.positions * id_bytes(self.vocabulary) if self.vocabulary else 0
+        return self.gradient_bytes + ids_bytes
 
-    def outputs(self, values: torch.Tensor) -> Buffer:
+    def decode(self, data: Buffer) -> torch.Tensor:
+        """Decode a stage's inputs, or a gradient. Raises ``ProtocolViolation``."""
+        view = memoryview(data)[: self.gradient_bytes]
+        return self.codec.decode(view, self.positions, self.width)
+
+    def ids(self, inputs: Buffer) -> torch.Tensor | None:
+        """Return the ids of the inputs' tokens, [k, L]; None if they do not cross.
+
+        Raises ``ProtocolViolation`` for a token that the model does not have.
+        """
+        if not self.vocabulary:
+            return None
+        view = memoryview(inputs)[self.gradient_bytes :]
+        return decode_ids(view, self.vocabulary).view(self.sequences, -1)
+
+    def outputs(self, values: torch.Tensor, ids: torch.Tensor | None) -> Buffer:
         """Encode outputs. Raises ``Refusal`` if a value is not finite."""
-        return self._encoded(values, None)
+        encoded = self._encoded(values, None)
+        if not self.vocabulary or ids is None:
+            return encoded
+        return b"".join([encoded, encode_ids(ids, self.vocabulary)])
 
     def gradient(self, values: torch.Tensor | None, id: MicrobatchId, stage: int) -> Buffer:
         """Encode the gradient of a stage's inputs. Raises ``Refusal`` if a value is not finite."""
@@ -100,7 +129,7 @@ class StagePasses:
         """Compute the outputs of stage 0."""
         started = time.perf_counter()
         kept.graph = self.trainer.begin(batch)
-        kept.outputs = self.boundary.outputs(kept.graph)
+        kept.outputs = self.boundary.outputs(kept.graph, inputs_of(batch))
         self._seconds += time.perf_counter() - started
 
     def finish(self, kept: KeptMicrobatch, gradient: Buffer) -> None:
@@ -127,8 +156,9 @@ class StagePasses:
         if kept.outputs is None and kept.inputs is not None:
             started = time.perf_counter()
             kept.leaf = self._decoded(kept.inputs, self._usual_inputs).requires_grad_()
-            kept.graph = self.trainer.forward(kept.leaf, self.boundary.sequences)
-            kept.outputs = self.boundary.outputs(kept.graph)
+            ids = self.boundary.ids(kept.inputs)
+            kept.graph = self.trainer.forward(kept.leaf, self.boundary.sequences, ids)
+            kept.outputs = self.boundary.outputs(kept.graph, ids)
             self._seconds += time.perf_counter() - started
 
     def backward(self, kept: KeptMicrobatch, gradient: Buffer, id: MicrobatchId) -> None:

@@ -56,7 +56,13 @@ class StageTrainer(TrainedModel):
     @property
     def width(self) -> int:
         """Values of one position between stages."""
-        return int(self._model.config.get_text_config().hidden_size)
+        subspace = self._model.subspace
+        return int(self._model.config.get_text_config().hidden_size) if subspace is None else subspace.rank
+
+    @property
+    def vocabulary(self) -> int:
+        """The model's number of tokens, if stages need their ids; else 0."""
+        return 0 if self._model.subspace is None else int(self._model.config.vocab_size)
 
     def microbatches(self, round: int, slot: int) -> Sequence[Tensor]:
         """Return the microbatches of a slot, ``[k, L + 1]`` each. Stage 0 has them."""

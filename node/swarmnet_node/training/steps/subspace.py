@@ -10,7 +10,7 @@ This is ReparamSSN of Pluralis' Agora and ProtocolNanoGPT:
   c = U^T (x - T[token]) and the token's id. The gradient of c is exact.
 
 Final norm and output head stay whole. They are in the stage that also embeds, so every boundary
-carries k numbers. ``fold`` returns the weights of an ordinary model.
+carries k numbers. ``Subspace.fold`` returns the weights of an ordinary model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -56,6 +56,18 @@ class Subspace(nn.Module):
         """Return the residual stream [..., D] of tokens ``ids`` [...] from c [..., k]."""
         return F.linear(sent, self.basis) + F.embedding(ids, self.table)
 
+    def fold(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights of an ordinary model from parameters ``named`` of one in this
+        subspace."""
+        folded = dict(named)
+        for name, weight in named.items():
+            module = name.removesuffix(".weight")
+            if module.endswith(_MATRICES):
+                folded[name] = self.basis @ weight
+            elif module.endswith(_EMBEDDING):
+                folded[name] = F.linear(weight, self.basis) + self.table
+        return folded
+
 
 class SubspaceLinear(nn.Linear):
     """The product with U Z; its weight is Z [k, in]."""
@@ -67,10 +79,6 @@ class SubspaceLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(super().forward(input), self.subspace.basis)
 
-    def fold(self, weight: Tensor) -> Tensor:
-        """Return the matrix U Z of an ordinary model."""
-        return self.subspace.basis.to(weight.device) @ weight
-
 
 class SubspaceEmbedding(nn.Embedding):
     """Embeddings U e + T[token]; its weight has the rows e."""
@@ -81,10 +89,6 @@ class SubspaceEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.subspace.restore(super().forward(input), input)
-
-    def fold(self, weight: Tensor) -> Tensor:
-        """Return the embeddings of an ordinary model."""
-        return F.linear(weight, self.subspace.basis.to(weight.device)) + self.subspace.table.to(weight.device)
 
 
 def enter_subspace(
@@ -127,13 +131,3 @@ def check_subspace(stages: StagesSection, config: Any) -> None:
     else:
         return
     raise JobError("stages", "subspace", why, hint="correct it, or remove subspace")
-
-
-def fold(modules: Iterable[tuple[str, nn.Module]], named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of an ordinary model from parameters ``named`` of one in a subspace.
-
-    ``modules``: as in ``enter_subspace``, which has changed them.
-    """
-    entered = (SubspaceLinear, SubspaceEmbedding)
-    folds = {f"{name}.weight": each.fold for name, each in modules if isinstance(each, entered)}
-    return {name: folds[name](each) if name in folds else each for name, each in named.items()}

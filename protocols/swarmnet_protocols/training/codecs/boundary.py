@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from hashlib import sha256
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
+from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.codecs.blockwise import BOUNDARY_INT4, BOUNDARY_INT8, BlockCodec
 from swarmnet_protocols.training.codecs.floats import BFLOAT16, FLOAT32, FloatCodec
+
+_ID_TYPES: Mapping[int, str] = MappingProxyType({1: "<u1", 2: "<u2", 4: "<u4"})
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,31 @@ BOUNDARY_CODECS: Mapping[str, BoundaryCodec] = MappingProxyType(
     {codec.name: BoundaryCodec(codec) for codec in (FLOAT32, BFLOAT16, BOUNDARY_INT8, BOUNDARY_INT4)}
 )
 """The codecs by their names in job files, the most exact first."""
+
+
+def id_bytes(vocabulary: int) -> int:
+    """Return the bytes of a token's id."""
+    return next(size for size in _ID_TYPES if vocabulary <= 1 << 8 * size)
+
+
+def encode_ids(ids: torch.Tensor, vocabulary: int) -> bytes:
+    """Encode token ids of any shape, which a shared subspace needs with every activation."""
+    return ids.flatten().cpu().numpy().astype(_ID_TYPES[id_bytes(vocabulary)]).tobytes()
+
+
+def decode_ids(payload: Buffer, vocabulary: int) -> torch.Tensor:
+    """Decode ids, int64 [n]. Raises ``ProtocolViolation`` for another size or an unknown token."""
+    if len(payload) % id_bytes(vocabulary):
+        raise ProtocolViolation(f"{len(payload)} bytes of ids")
+    ids = torch.from_numpy(np.frombuffer(payload, _ID_TYPES[id_bytes(vocabulary)]).astype(np.int64))
+    check_ids(ids, vocabulary)
+    return ids
+
+
+def check_ids(ids: torch.Tensor, vocabulary: int) -> None:
+    """Raise ``ProtocolViolation`` for a token that the model does not have."""
+    if (ids >= vocabulary).any():
+        raise ProtocolViolation(f"a token outside the {vocabulary} of the model")
 
 
 def codec_for_link(bytes_per_s: float, compute_s: float, positions: int, hidden_size: int) -> str:

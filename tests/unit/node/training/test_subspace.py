@@ -9,7 +9,7 @@ import torch
 
 from swarmnet_node.training.model import build_model, with_cuts
 from swarmnet_node.training.stage_model import build_stage
-from swarmnet_node.training.steps.subspace import FAMILIES, enter_subspace, fold
+from swarmnet_node.training.steps.subspace import FAMILIES, enter_subspace
 from swarmnet_protocols.training.job_settings import Job, JobError
 from tests.support.models.rounding import assert_near
 from tests.support.training.tiny_job import CONFIG, tiny_job
@@ -36,7 +36,7 @@ def test_stages_in_a_subspace_are_an_ordinary_model(family: str, tmp_path: Path)
     seed = job.job.seed
     ordinary: Any = build_model(job.model, seed + 1, tmp_path)
     entered: Any = build_model(job.model, seed, tmp_path)
-    enter_subspace(entered, entered.named_modules(), rank=RANK, seed=seed)
+    subspace = enter_subspace(entered, entered.named_modules(), rank=RANK, seed=seed)
     ids = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(3))
 
     sent = first.begin(ids)
@@ -46,10 +46,7 @@ def test_stages_in_a_subspace_are_an_ordinary_model(family: str, tmp_path: Path)
     logits = first.end(sent, ids)
     assert_near(logits, entered(input_ids=ids).logits)
     named = {name: each for stage in (first, *later) for name, each in stage.named_parameters()}
-    folded = {}
-    for stage in (first, *later):
-        folded |= fold(stage.modules_in_whole(), dict(stage.named_parameters()))
-    ordinary.load_state_dict(folded)
+    ordinary.load_state_dict(subspace.fold(named))
     assert_near(logits, ordinary(input_ids=ids).logits)
 
     logits.square().mean().backward()

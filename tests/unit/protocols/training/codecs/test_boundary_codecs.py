@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.training.codecs import blockwise, get_codec
+from swarmnet_protocols.training.codecs import blockwise, boundary, get_codec
 from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS, codec_for_link, rounding_seed
 from tests.defences import defence, replacing
 
@@ -117,3 +117,25 @@ def test_a_link_gets_the_most_exact_codec_that_computation_hides() -> None:
     names = [codec_for_link(rate, 1.0, 1000, 1000) for rate in (8e6, 7.9e6, 3.9e6, 1.9e6, 1e3)]
     assert names == ["float32", "bfloat16", "int8", "int4", "int4"]
     assert codec_for_link(1e6, 8.0, 1000, 1000) == "float32"
+
+
+@pytest.mark.parametrize(("vocabulary", "size"), [(256, 1), (257, 2), (1 << 16, 2), (1 << 17, 4)])
+def test_token_ids_take_the_fewest_bytes_and_return(vocabulary: int, size: int) -> None:
+    ids = torch.tensor([[0, 7], [255, vocabulary - 1]])
+    payload = boundary.encode_ids(ids, vocabulary)
+    assert len(payload) == 4 * size == 4 * boundary.id_bytes(vocabulary)
+    assert torch.equal(boundary.decode_ids(payload, vocabulary), ids.flatten())
+
+
+@defence(
+    "a token that the model does not have is refused",
+    off=replacing(boundary, "check_ids", lambda ids, vocabulary: None),
+)
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(ProtocolViolation, match="outside the 300"):
+        boundary.decode_ids((300).to_bytes(2, "little"), 300)
+
+
+def test_ids_of_another_size_are_refused() -> None:
+    with pytest.raises(ProtocolViolation, match="bytes of ids"):
+        boundary.decode_ids(b"123", 300)
