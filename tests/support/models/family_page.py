@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models import llama_shape, resolve
 from tests.support.gguf.families import FILES
 from tests.support.models.hub_families import FAMILIES, LINEAR, REFUSED
 
@@ -77,7 +77,9 @@ Every row was tested in each layout against `generate` of the class that the che
 
 The column gguf has llama.cpp's name of the architecture. Where it is empty, use the directory. The
 column arithmetic says `exact-1` where C computes the blocks, with packed weights on a CPU: then
-outputs have the same bits on every processor, in any batch. torch computes the others.
+outputs have the same bits on every processor, in any batch. Hosts of families with the words
+"without torch" import neither torch nor transformers
+([0121](decisions/0121-hosts-without-torch.md)). torch computes the others.
 
 """
 _NOTES = {
@@ -109,7 +111,8 @@ def page(reasons: Mapping[str, str], files: Mapping[str, str]) -> str:
         found = files.get(name) or files.get(text["model_type"])
         gguf = f"`{found}`" if found else ""
         state = "yes" if is_recurrent else ""
-        arithmetic = "exact-1" if name in EXACT else "torch"
+        without_torch = ", without torch" if name in llama_shape.FAMILIES else ""
+        arithmetic = f"exact-1{without_torch}" if name in EXACT else "torch"
         cells = (
             f"`{name}`",
             family.models,
