@@ -27,8 +27,12 @@ if TYPE_CHECKING:
 
     from swarmnet.web.monitoring import Monitor
     from swarmnet_node.owner.control import Watched
+    from swarmnet_node.owner.watched_peer import GuestPeer, Purpose
     from swarmnet_node.resting import Resting
     from swarmnet_node.supervisor import Supervisor
+    from swarmnet_protocols.directory import Directory
+    from swarmnet_protocols.joining.network import Network
+    from swarmnet_protocols.net import Transport
     from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 DASHBOARD_FOLDER = "dashboard"
@@ -64,6 +68,32 @@ async def controlled(
         monitor.watch(peer, more)
     async with control.serve(peer, data_dir):
         yield
+
+
+@asynccontextmanager
+async def idle_guest(
+    network: "Network", purpose: "Purpose"
+) -> "AsyncIterator[tuple[GuestPeer, Transport, Directory]]":
+    """Run a peer that loads nothing, while its owner's limits forbid to work or nothing is to be
+    done. Its owner watches and controls it."""
+    from swarmnet_node.owner.watched_peer import GuestPeer
+    from swarmnet_protocols.joining.network import connect
+
+    interrupts = Interrupts.catch()
+    purpose.limits.limit_link(network.peer.link)
+    async with (
+        connect(network) as (transport, directory),
+        GuestPeer.run(purpose, transport, directory) as peer,
+        controlled(peer, purpose.folder, None),
+    ):
+        interrupts.first = lambda: peer.finish(0.0)
+        yield peer, transport, directory
+
+
+def say_pause(status: "NodeStatus", *, as_json: bool) -> None:
+    """Print that a command is paused, why, and until when."""
+    event = {"event": "paused", "reason": status.reason, "until": status.paused_until or None}
+    say(event, f"paused: {describe_pause(status)}", as_json=as_json)
 
 
 @dataclass(frozen=True)
@@ -135,9 +165,7 @@ class Foreground:
     def _report(self, status: "NodeStatus") -> None:
         notify_status(_one_line(status))
         if status.state == "paused":
-            until = status.paused_until or None
-            event: dict[str, object] = {"event": "paused", "reason": status.reason, "until": until}
-            self._say(event, f"paused: {describe_pause(status)}")
+            say_pause(status, as_json=self.as_json)
         else:
             self._say({"event": "serving", "blocks": _span(status)}, "serving")
 

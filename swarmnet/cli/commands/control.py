@@ -234,7 +234,7 @@ def headline(running: "NodeStatus") -> str:
         return f"this volunteer of the swarm {running.swarm} {why}"
     if running.command == "bootstrap":
         return f"this bootstrap peer lets others into the swarm {running.swarm}"
-    name = running.public_name or "this node"
+    name = running.public_name or ("this worker" if running.command == "train join" else "this node")
     if running.state == "paused":
         return f"{name} is paused: {describe_pause(running)}"
     what = f"{running.model}, {hosted(running)}"

@@ -15,8 +15,8 @@ import typer
 from swarmnet.addresses import usual_listen
 from swarmnet.cli.commands.join import ForegroundOptions, NodeOptions, host
 from swarmnet.cli.consent import VOLUNTEERING, ask_once
-from swarmnet.cli.foreground import DEFAULT_GRACE_S, controlled, describe_pause
-from swarmnet.cli.interrupts import Interrupts, run_until_stopped
+from swarmnet.cli.foreground import DEFAULT_GRACE_S, idle_guest, say_pause
+from swarmnet.cli.interrupts import run_until_stopped
 from swarmnet.cli.limit_options import rows
 from swarmnet.cli.options import MetricsOption, SwarmArgument
 from swarmnet.cli.output import note, say
@@ -38,7 +38,6 @@ from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.membership.rules import Admission
 
 if TYPE_CHECKING:
-    from swarmnet_node.owner.watched_peer import GuestPeer
     from swarmnet_node.supervisor import Supervisor
     from swarmnet_node.training.start import Training
     from swarmnet_node.volunteering.look import Looker
@@ -144,7 +143,7 @@ class Volunteer:
 
     def _train(self, job: str) -> bool:
         """Train ``job``. Return whether its last round is done."""
-        from swarmnet.cli.training.join import WorkerOptions, configured, train
+        from swarmnet.cli.training.join import WorkerOptions, configured, rest, train
 
         take_resting()
         own, shown = vars(self.options), self.foreground
@@ -152,6 +151,9 @@ class Volunteer:
         given |= {"device": self.options.device.partition(",")[0], "metrics": self.metrics}
         options = WorkerOptions(**given, as_json=shown.as_json)
         with locked_data_dir(options.data_dir) as directory:
+            if not run_until_stopped(rest(self.entry, options)):
+                self._is_stopped = True
+                return False
             config = configured(self.entry, options, directory, job)
             config = replace(config, volunteers=self.memory.reason)
             paused = train(config, options, beside=self._beside_worker)
@@ -204,27 +206,18 @@ class Volunteer:
     async def _choose(self) -> None:
         """Wait, with an idle peer, until there is work or the owner stops the command."""
         from swarmnet_node.owner.machine import load_limits
-        from swarmnet_node.owner.watched_peer import GuestPeer, Purpose
-        from swarmnet_protocols.joining.network import connect
+        from swarmnet_node.owner.watched_peer import Purpose
 
-        interrupts, directory = Interrupts.catch(), self.options.data_dir
-        limits = self.options.limits.applied_to(load_limits(directory))
-        network = self.entry.network(
-            self.options.listen or usual_listen(directory), self.options.announce, self.options.issuer
-        )
-        limits.limit_link(network.peer.link)
-        name, link = self.entry.file.name, network.peer.link
-        purpose = Purpose("volunteer", name, directory, link, limits=limits)
-        async with (
-            connect(network) as (transport, records),
-            GuestPeer.run(purpose, transport, records) as peer,
-            controlled(peer, directory, None),
-        ):
-            interrupts.first = lambda: peer.finish(0.0)
+        options, file = self.options, self.entry.file
+        listen = options.listen or usual_listen(options.data_dir)
+        network = self.entry.network(listen, options.announce, options.issuer)
+        limits = options.limits.applied_to(load_limits(options.data_dir))
+        purpose = Purpose("volunteer", file.name, options.data_dir, network.peer.link, limits=limits)
+        async with idle_guest(network, purpose) as (peer, transport, records):
             looker, looks = self._looker(records, transport.peer_id), 0
-            while await peer.may_work(lambda reason: self._tell_pause(peer)):
+            while await peer.may_work(lambda _: say_pause(peer.status(), as_json=self.foreground.as_json)):
                 looks += 1
-                is_alone = not peer.status().known_peers and bool(self.entry.addresses or network.mdns)
+                is_alone = not peer.status().known_peers and bool(self.entry.addresses or file.mdns)
                 if not (is_alone and looks < FIRST_LOOKS) and await self._decide(looker):
                     return
                 if looks == FIRST_LOOKS:
@@ -233,11 +226,6 @@ class Volunteer:
                     async with asyncio.timeout(1.0 if looks < FIRST_LOOKS else self.look_every_s):
                         await peer.stopping.wait()
             self._is_stopped = True
-
-    def _tell_pause(self, peer: "GuestPeer") -> None:
-        status = peer.status()
-        event = {"reason": status.reason, "until": status.paused_until or None}
-        self._say("paused", f"paused: {describe_pause(status)}", **event)
 
     def _looker(self, directory: "Directory", me: "PeerId") -> "Looker":
         from swarmnet_node.volunteering.look import Looker

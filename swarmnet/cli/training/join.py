@@ -11,7 +11,7 @@ import typer
 
 from swarmnet.addresses import usual_listen, write_addresses
 from swarmnet.cli.consent import TRAINING, ask_once
-from swarmnet.cli.foreground import controlled, monitoring, note_if_alone
+from swarmnet.cli.foreground import controlled, idle_guest, monitoring, note_if_alone, say_pause
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.limit_options import LimitOptions, PriorityOption, rows
 from swarmnet.cli.options import (
@@ -32,14 +32,17 @@ from swarmnet.cli.options import (
 from swarmnet.cli.output import progress
 from swarmnet.cli.training.displays import display
 from swarmnet.cli.training.job_names import SHOWN_DIGITS, JobArgument, fetch_named, find_here
-from swarmnet.cli.training.record import TrainingRecord
+from swarmnet.cli.training.record import TrainingRecord, newest_job, read_status
 from swarmnet.cli.training.trackers import TensorboardOption, WandbOption, trackers
 from swarmnet.cli.training.train_words import code_facts, facts_of, tell
 from swarmnet.paths import locked_data_dir
-from swarmnet.restart import may_restart, restart
+from swarmnet.restart import may_restart, restart, take_resting, was_restarted
 from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet.systemd import notify_ready, notify_stopping
-from swarmnet_node.owner.machine import load_limits, save_limits, yield_to_others
+from swarmnet_node.owner.guard import Guard
+from swarmnet_node.owner.limits import OwnerLimits
+from swarmnet_node.owner.machine import OwnersMachine, load_limits, save_limits, yield_to_others
+from swarmnet_node.owner.watched_peer import Purpose
 from swarmnet_node.training.job_store import (
     LocalFiles,
     has_job,
@@ -49,9 +52,10 @@ from swarmnet_node.training.job_store import (
     store_local_files,
 )
 from swarmnet_node.training.steps.memory_options import OPTIMIZER_STATES, PRECISIONS, MemoryOptions
-from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.joining.network import client_listen
 from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 
 if TYPE_CHECKING:
     from swarmnet.cli.training.displays import Display
@@ -171,8 +175,12 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     """
     options.limits.given()
     entry = enter(swarm, options.data_dir, options.bootstrap)
-    found = _find_here(entry, options.data_dir, job)
     with locked_data_dir(options.data_dir) as directory:
+        if was_restarted():
+            take_resting()
+            if not run_until_stopped(rest(entry, options)):
+                return
+        found = _find_here(entry, options.data_dir, job)
         with progress(quiet=options.as_json) as report:
             report("looking for the job", 0, None)
             job = asyncio.run(
@@ -198,6 +206,33 @@ def join(  # noqa: PLR0913 - a command line, not an interface
                 restart()
 
 
+async def rest(entry: Entry, options: WorkerOptions) -> bool:
+    """Wait until the owner's limits let a worker train. Return False if the owner stops it.
+
+    Meanwhile the process has neither the job nor torch.
+    """
+    folder, round_bytes = options.data_dir, 0
+    with suppress(ConfigError, IntegrityError):
+        status = read_status(folder / "training" / newest_job(folder))
+        round_bytes = int(status.get("round_bytes", 0))
+    limits = options.limits.applied_to(load_limits(folder))
+    if not await forbidden(limits, folder, round_bytes):
+        return True
+    network = entry.network(options.listen or usual_listen(folder), options.announce, options.issuer)
+    purpose = Purpose("train join", entry.file.name, folder, network.peer.link, limits=limits)
+    async with idle_guest(network, purpose) as (peer, _, _):
+        peer.guard.reserve(round_bytes)
+        return await peer.may_work(lambda _: say_pause(peer.status(), as_json=options.as_json))
+
+
+async def forbidden(limits: OwnerLimits, folder: Path, round_bytes: int) -> str:
+    """Return the reason why the limits forbid to train now. Empty if they do not."""
+    guard = Guard(OwnersMachine(folder, LinkLimiter(), wall_clock, lambda _: None), limits, lambda: None)
+    guard.reserve(round_bytes)
+    await guard.observe()
+    return guard.reason()
+
+
 def train(
     config: "WorkerConfig",
     options: WorkerOptions,
@@ -213,6 +248,8 @@ def train(
         yield_to_others()
     record = TrainingRecord(job_folder(config.data_dir, config.job), config.job, wall_clock)
     config = replace(config, round_bytes=int(record.status.get("round_bytes", 0)))
+    if may_restart() and asyncio.run(forbidden(config.limits, config.data_dir, config.round_bytes)):
+        return True  # the next program rests without the job and torch
     with tracking as log, display(as_json=options.as_json) as shown:
         return run_until_stopped(_work(config, record, shown, log, options, beside))
 
