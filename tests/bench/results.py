@@ -590,6 +590,7 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
             Headline("workers left behind by it", "", "", key("behind", round=1)),
         ],
         "train_traffic": [],
+        "unequal": [],
         "zo_finetune": [],
         "forward_tuning": [],
     },
