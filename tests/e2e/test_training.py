@@ -2,6 +2,7 @@
 
 import signal
 import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.support.attacks.strangers import GROWTH_BYTES, run_stranger, send_gar
 from tests.support.house.doc_blocks import code_blocks
 from tests.support.processes.commands import call
 from tests.support.processes.worker_processes import WorkerProcess, bootstrap, create_job, workers
+from tests.support.training.stages import staged_job
 from tests.support.training.workers import write_job
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +97,37 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
     call("train", "export", job[:4], "--data-dir", first, "--out", str(exported))
     model = AutoModelForCausalLM.from_pretrained(exported)
     assert torch.isfinite(model(torch.tensor([[104, 105]])).logits).all()
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_stages_train_on_while_a_worker_is_killed(tmp_path: Path) -> None:
+    job = create_job(tmp_path, staged_job(tmp_path, rounds=ROUNDS, workers=4, least=1, stages=3, batch=8))
+    stages = {"anna": 0, "boris": 1, "clara": 1, "dora": 2}
+    running: dict[str, WorkerProcess] = {}
+    try:
+        for name, stage in stages.items():
+            options = ("--stage", str(stage))
+            running[name] = WorkerProcess(tmp_path, name, job, bootstrap(running), options=options)
+        clara = running["clara"].wait("ready")["peer_id"]
+        boris = running["boris"]
+        first = running["clara"].wait("round")["round"]
+        while clara not in boris.wait("round", round=first)["contributors"]:
+            first += 1
+        began = time.monotonic()
+        boris.wait("round", round=first + 4)
+        step_s = (time.monotonic() - began) / 4
+        running.pop("clara").kill()
+        killed, last = time.monotonic(), max(running["anna"].rounds())
+        running["dora"].wait("round", round=last + 2)
+        lost_s = time.monotonic() - killed - 2 * step_s
+        assert lost_s < step_s + 3.0, f"{lost_s:.1f} s are lost, a step takes {step_s:.1f} s"
+        for name in ("anna", "boris", "dora"):
+            counted = running[name].wait("round", round=last + 1)
+            assert counted["tokens"] > 0
+    finally:
+        for worker in running.values():
+            worker.kill()
 
 
 @pytest.mark.slow

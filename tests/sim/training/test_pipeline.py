@@ -16,75 +16,8 @@ from tests.bench.pipeline import Pipeline
 from tests.defences import Patch, defence
 from tests.support.network.memory_network import Delivery, LinkProfile
 from tests.support.network.virtual_time import run
-from tests.support.training.stages import StageLab, names, stage_of, whole_losses
+from tests.support.training.stages import LLAMA, MOE, StageLab, names, stage_of, staged_job, whole_losses
 from tests.support.training.workers import train
-
-_JOB = """
-[job]
-name = "tiny"
-rounds = {rounds}
-[model.config]
-vocab_size = 256
-hidden_size = 16
-intermediate_size = 24
-num_hidden_layers = 4
-num_attention_heads = 2
-num_key_value_heads = 2
-max_position_embeddings = 32
-{family}
-[data]
-path = "{data}"
-sequence_length = 16
-validation = 0.2
-[training]
-batch_size = {batch}
-microbatch = 2
-learning_rate = 3e-3
-clip_norm = 0.5
-[method]
-name = "allreduce"
-[exchange]
-deadline_s = 15
-max_workers = {most}
-min_workers = {least}
-[stages]
-count = {stages}
-cuts = {cuts}
-[eval]
-every_rounds = 100
-"""
-LLAMA = 'model_type = "llama"\ntie_word_embeddings = true'
-MOE = (
-    'model_type = "qwen3_moe"\ntie_word_embeddings = false\nnum_experts = 4\nnum_experts_per_tok = 2\n'
-    "moe_intermediate_size = 16\nhead_dim = 8"
-)
-
-
-def staged_job(
-    folder: Path,
-    *,
-    family: str = LLAMA,
-    rounds: int = 5,
-    workers: int = 1,
-    least: int | None = None,
-    stages: int = 4,
-    batch: int = 4,
-) -> str:
-    data = folder / "data"
-    if not data.exists():
-        data.mkdir()
-        for number in range(40):
-            (data / f"{number}.txt").write_text(f"{number} squared is {number**2}, " * 40)
-    return _JOB.format(
-        rounds=rounds,
-        family=family,
-        data=data,
-        most=workers,
-        least=workers if least is None else least,
-        stages=stages,
-        batch=batch,
-        cuts=[*range(1, stages)],
-    )
 
 
 def staged_lab(folder: Path, **changes: Any) -> StageLab:
