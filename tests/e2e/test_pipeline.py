@@ -11,8 +11,8 @@ from tests.support.processes.commands import call
 from tests.support.processes.worker_processes import bootstrap, create_job, workers
 from tests.support.training.workers import write_job
 
-MAX_RAM_MIB = 1000
-"""Most memory of a worker. Python, torch and transformers take 450 MiB of it."""
+MAX_RAM_MIB = 1100
+"""Most memory of a worker: 980 MiB were measured. Python and its libraries take 430 MiB of it."""
 _MODEL = "hidden_size = 512\nintermediate_size = 1536\nnum_hidden_layers = 11\nnum_attention_heads = 8"
 
 
