@@ -254,7 +254,7 @@ def read_refusal(data: bytes) -> None:
 # ---- directory and membership ------------------------------------------------------------------
 
 SWARM = bytes(range(32))
-_PEER = Identity.from_seed(b"a peer").peer_id
+_PEER, _NEXT = (Identity.from_seed(seed).peer_id for seed in (b"a peer", b"another"))
 
 
 class AnyKey(dict[bytes, float]):
@@ -364,8 +364,13 @@ def read_control(data: bytes) -> None:
 def read_microbatch(data: bytes) -> None:
     wire = parse(pipeline_pb2.Microbatch, data)
     microbatches.microbatch_from_wire(
-        wire, job=wire.job, stages=len(wire.chain) + 1, count=8, sender=_PEER, receiver=_PEER
+        wire, job=wire.job, stages=len(wire.chain) + 1, count=8, sender=_PEER, receiver=_NEXT
     )
+
+
+def microbatch_seeds() -> list[bytes]:
+    first = pipeline_pb2.Microbatch(job=bytes(32), round=7, origin=_PEER, number=3, stage=1, chain=[_NEXT])
+    return [first.SerializeToString()]
 
 
 def read_step_end(data: bytes) -> None:
@@ -557,7 +562,7 @@ TARGETS: dict[str, Target] = {
     ),
     "microbatch": Target(
         read_microbatch,
-        examples(pipeline_pb2.Microbatch),
+        microbatch_seeds,
         ("training.pipeline.microbatches.microbatch_from_wire",),
     ),
     "step end": Target(
