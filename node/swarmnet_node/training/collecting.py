@@ -22,9 +22,11 @@ from swarmnet_protocols.models import Progress
 from swarmnet_protocols.models.partial_model import build_whole
 from swarmnet_protocols.net import Transport
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import find_workers
 from swarmnet_protocols.training.job_settings import Job
+from swarmnet_protocols.training.matchmaking import Matchmaking
 from swarmnet_protocols.training.pipeline.stages import groups
 from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.training.state_transfer import fetch_state
@@ -80,7 +82,17 @@ async def _fetch(
         f"stage {stage} has no worker", hint="try again when the workers of all stages are there"
     )
     for _ in range(ATTEMPTS):
-        workers = newest(await find_workers(directory, group))
+        # records are old: each worker is asked for its state now
+        listed = {worker.peer: worker for worker in await find_workers(directory, group)}
+        asking = Matchmaking(
+            transport,
+            bytes.fromhex(group),
+            max_members=MAX_MEMBERS,
+            timeout_s=Timing().silence_s,
+            timing=Timing(),
+        )
+        now = await asking.positions([*listed.values()])
+        workers = newest({listed[peer]: position for peer, position in now.items()})
         if not workers:
             raise failure
         try:

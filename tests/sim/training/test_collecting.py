@@ -19,6 +19,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import worker_announcement
 from swarmnet_protocols.training.job_settings import Job
+from swarmnet_protocols.training.matchmaking import Matchmaking
 from swarmnet_protocols.training.pipeline.stages import groups
 from swarmnet_protocols.training.state_transfer import PackedState, StateServer
 from tests.support.network.memory_directory import MemoryBoard, MemoryDirectory
@@ -53,7 +54,13 @@ def collect(job: Job, stages: int, folder: Path) -> list[int]:
                 await server.serve()
                 state = SharedState(7 + stage, trainer.parameters() + stage, {}, {})
                 position = WorkerPosition(7, server.offer(PackedState.of(state.pack())))
-                record = worker_announcement(group, transport.addresses(), position)
+                meeting = Matchmaking(
+                    transport, bytes.fromhex(group), max_members=4, timeout_s=9.0, timing=Timing()
+                )
+                await meeting.serve()
+                await meeting.set_position(position)
+                old = WorkerPosition(6, bytes(32))
+                record = worker_announcement(group, transport.addresses(), old)
                 await record.publish(MemoryDirectory(board, identity, SWARM))
             identity = Identity.from_seed(b"trains nothing")
             transport = await stack.enter_async_context(network.transport(identity.peer_id))
