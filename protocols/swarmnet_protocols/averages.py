@@ -1,4 +1,6 @@
-"""Moving averages of what is measured again and again."""
+"""Averages of what is measured again and again, or by many."""
+
+from collections.abc import Iterable
 
 
 def averaged(before: float, value: float, weight: float) -> float:
@@ -8,3 +10,13 @@ def averaged(before: float, value: float, weight: float) -> float:
     first value. ``weight`` is the share of the new value.
     """
     return before + weight * (value - before) if before else value
+
+
+def pooled(losses: Iterable[tuple[float, int]], *, most: int) -> float | None:
+    """Return the mean of the losses (mean, tokens) of several peers over all their tokens.
+
+    A peer counts at most ``most`` tokens, whatever it claims. None without any token.
+    """
+    known = [(loss, min(tokens, most)) for loss, tokens in losses]
+    tokens = sum(count for _, count in known)
+    return sum(loss * count for loss, count in known) / tokens if tokens else None

@@ -14,6 +14,7 @@ from swarmnet.dashboard.experts import ExpertCoverage
 from swarmnet.dashboard.models import model_entry
 from swarmnet.dashboard.observing.observations import JobObservation, PeerObservation, Snapshot
 from swarmnet.dashboard.peers import CLIENT, edge_entries, is_shown, peer_entry, rate_of, state_of
+from swarmnet_protocols.averages import pooled
 from swarmnet_protocols.directory.host_announcements import MAX_NUMBER
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import report_pb2
@@ -182,7 +183,10 @@ def _job_entry(
     present = [report for report in latest if report.job.hex() == job.id]
     round_ = min(job.rounds, max([job.round, known.get("round", 0), *(report.round for report in reports)]))
     loss = _mean([report.loss for report in present or reports if report.HasField("loss")])
-    val_loss = _mean([report.val_loss for report in present or reports if report.HasField("val_loss")])
+    held_out = [
+        (report.val_loss, report.val_tokens) for report in present or reports if report.HasField("val_loss")
+    ]
+    val_loss = pooled(held_out, most=job.evaluation_tokens)
     sent = min(MAX_NUMBER, sum(report.bytes_sent for report in reports))
     waited = max([each for each in present if each.waited_for], key=lambda each: each.round, default=None)
     return {
@@ -192,7 +196,7 @@ def _job_entry(
         "rounds": job.rounds,
         "workers": len(there),
         "loss": known.get("loss") if loss is None else loss,
-        "val_loss": known.get("val_loss") if val_loss is None else val_loss,
+        "val_loss": known.get("val_loss") if val_loss is None else round(val_loss, 5),
         "tokens": max([known.get("tokens", 0), *(report.tokens for report in reports)]),
         "bytes_sent": max(known.get("bytes_sent", 0), sent),
         "contributors": _contributors(reports) or known.get("contributors", []),

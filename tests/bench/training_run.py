@@ -116,7 +116,7 @@ class Worker:
     def contribute(self, round: int, slot: int) -> tuple[bytes, torch.Tensor]:
         """The payload, and the values that all workers decode from it."""
         values, _ = self.replica.contribution(round, slot)
-        payload = bytes(self.replica.codec.encode(values))
+        payload = bytes(self.replica.codec.encode(values[:]))
         return payload, self.replica.codec.decode(payload, len(values))
 
     def apply(self, round: int, average: Average) -> None:

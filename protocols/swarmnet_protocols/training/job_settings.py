@@ -392,6 +392,11 @@ class Job(_Section):
         return job
 
     @property
+    def evaluation_tokens(self) -> int:
+        """Most tokens of one evaluation on held-out data."""
+        return self.eval.batches * self.training.batch_size * self.data.sequence_length
+
+    @property
     def round_tokens(self) -> int:
         """Tokens that a worker trains on in one round."""
         steps = self.make_method().steps_per_round

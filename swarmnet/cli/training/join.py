@@ -39,10 +39,8 @@ from swarmnet.paths import locked_data_dir
 from swarmnet.restart import may_restart, restart, take_resting, was_restarted
 from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet.systemd import notify_ready, notify_stopping
-from swarmnet_node.owner.guard import Guard
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.owner.machine import OwnersMachine, load_limits, save_limits, yield_to_others
-from swarmnet_node.owner.watched_peer import Purpose
 from swarmnet_node.training.job_store import (
     LocalFiles,
     has_job,
@@ -175,12 +173,14 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     """
     options.limits.given()
     entry = enter(swarm, options.data_dir, options.bootstrap)
+    # a job that nobody can be asked for leaves no file behind
+    found = None if was_restarted() else _find_here(entry, options.data_dir, job)
     with locked_data_dir(options.data_dir) as directory:
         if was_restarted():
             take_resting()
             if not run_until_stopped(rest(entry, options)):
                 return
-        found = _find_here(entry, options.data_dir, job)
+            found = _find_here(entry, options.data_dir, job)
         with progress(quiet=options.as_json) as report:
             report("looking for the job", 0, None)
             job = asyncio.run(
@@ -211,6 +211,8 @@ async def rest(entry: Entry, options: WorkerOptions) -> bool:
 
     Meanwhile the process has neither the job nor torch.
     """
+    from swarmnet_node.owner.watched_peer import Purpose
+
     folder, round_bytes = options.data_dir, 0
     with suppress(ConfigError, IntegrityError):
         status = read_status(folder / "training" / newest_job(folder))
@@ -227,6 +229,8 @@ async def rest(entry: Entry, options: WorkerOptions) -> bool:
 
 async def forbidden(limits: OwnerLimits, folder: Path, round_bytes: int) -> str:
     """Return the reason why the limits forbid to train now. Empty if they do not."""
+    from swarmnet_node.owner.guard import Guard
+
     guard = Guard(OwnersMachine(folder, LinkLimiter(), wall_clock, lambda _: None), limits, lambda: None)
     guard.reserve(round_bytes)
     await guard.observe()

@@ -14,9 +14,10 @@ from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag
 from swarmnet.cli.output import clear_terminal, note, print_json, print_table, progress
 from swarmnet.cli.training.job_names import OptionalJobArgument, find_here, job_here, job_in_swarm, short_ids
 from swarmnet.cli.training.record import newest_job, read_status
-from swarmnet.cli.training.train_words import job_summary, loss_of_all, model_of, summary, worker_summary
+from swarmnet.cli.training.train_words import job_summary, model_of, summary, worker_summary
 from swarmnet.swarm_file.entry import client_network
 from swarmnet.units import counted
+from swarmnet_protocols.averages import pooled
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.joining.network import Network, connect
 
@@ -82,7 +83,10 @@ async def _watch_swarm(network: Network, name: str, *, watch: bool, as_json: boo
             job, _ = await find_job(directory, await job_in_swarm(name, directory))
             while True:
                 workers = await _workers(transport, directory, job)
-                fields = _about(job) | {"val_loss": loss_of_all(job.job, workers), "workers": workers}
+                losses = [(each["val_loss"], each["val_tokens"]) for each in workers]
+                known = [(loss, tokens) for loss, tokens in losses if loss is not None]
+                val_loss = pooled(known, most=job.job.evaluation_tokens)
+                fields = _about(job) | {"val_loss": val_loss, "workers": workers}
                 waiting.close()
                 if fields != shown:
                     shown = fields

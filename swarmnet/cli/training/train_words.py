@@ -1,7 +1,6 @@
 """The events and the status of a training worker as sentences, for ``train join`` and ``train
 status``."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,24 +94,6 @@ def worker_summary(worker: Fields, rounds: int) -> str:
     """Return the progress of a worker as it reports it, in one line."""
     stage = [] if worker["stage"] is None else [f"stage {worker['stage']}"]
     return ", ".join([worker["state"] or "gives no report", *stage, *_numbers(worker, rounds)])
-
-
-def loss_of_all(job: "Job", workers: Sequence[Fields]) -> float | None:
-    """Return the mean loss on the held-out tokens of all workers, as they report it; None without
-    any report.
-
-    A worker counts at most the tokens of one evaluation, whatever it claims.
-    """
-    most = _evaluation_tokens(job)
-    known = [
-        (each["val_loss"], min(each["val_tokens"], most)) for each in workers if each["val_loss"] is not None
-    ]
-    tokens = sum(number for _, number in known)
-    return sum(loss * number for loss, number in known) / tokens if tokens else None
-
-
-def _evaluation_tokens(job: "Job") -> int:
-    return job.eval.batches * job.training.batch_size * job.data.sequence_length
 
 
 def _numbers(status: Fields, rounds: int) -> list[str]:

@@ -8,7 +8,7 @@ from swarmnet.dashboard.observing.counts import Counts, Totals, Work, hosts_bloc
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertHost
-from swarmnet_protocols.directory.host_announcements import MAX_NAME_CHARS, clean
+from swarmnet_protocols.directory.host_announcements import MAX_NAME_CHARS, MAX_NUMBER, clean
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
 from swarmnet_protocols.wire import report_pb2
@@ -86,6 +86,8 @@ class JobObservation:
     """The last round of each worker that announces its leave."""
     stages: int | None = None
     """The number of stages of its model; None if each worker holds the whole model."""
+    evaluation_tokens: int = MAX_NUMBER
+    """Most tokens of one evaluation of a worker."""
 
 
 @dataclass(frozen=True)

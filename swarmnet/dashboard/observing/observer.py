@@ -191,7 +191,12 @@ class Observer:
             return None
         about = job.job
         return JobObservation(
-            job_id, about.job.name, about.method.name, about.job.rounds, stages=about.stage_count
+            job_id,
+            about.job.name,
+            about.method.name,
+            about.job.rounds,
+            stages=about.stage_count,
+            evaluation_tokens=about.evaluation_tokens,
         )
 
     async def _find_workers(self) -> None:

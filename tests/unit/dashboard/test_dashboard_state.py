@@ -25,6 +25,7 @@ from swarmnet.dashboard.observing.observations import (
     TimedReport,
 )
 from swarmnet.dashboard.state import State, derive, known_before, merge_patch
+from swarmnet_protocols.averages import pooled
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.host_announcements import MAX_NUMBER
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
@@ -33,6 +34,7 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.wire import report_pb2
 from swarmnet_protocols.wire.records_pb2 import HostRecord
+from tests.defences import defence, replacing
 from tests.support.dashboard.merge_patches import merged, without_nulls
 from tests.support.dashboard.recorded_peers import state_of
 from tests.support.dashboard.recorded_swarm import RecordedSwarm
@@ -353,8 +355,20 @@ def test_a_job_is_summed_from_the_reports_of_its_workers() -> None:
     assert shown["bytes_sent"] == MAX_NUMBER, "the largest number that history and page can store"
 
 
+@defence(
+    "a worker counts at most one evaluation in the loss of all",
+    off=replacing("swarmnet.dashboard.state", "pooled", lambda losses, most: pooled(losses, most=1 << 62)),
+)
+def test_the_loss_of_all_workers_is_that_of_all_their_tokens() -> None:
+    job = replace(JOB, workers=(peer("w"), peer("v"), peer("liar")), evaluation_tokens=192)
+    said = {"w": (2.0, 64), "v": (4.0, 192), "liar": (9.0, 1 << 60)}
+    workers = [worker(name, val_loss=loss, val_tokens=tokens) for name, (loss, tokens) in said.items()]
+    shown = derive(snapshot(*workers, jobs=(job,))).body["jobs"][job.id]
+    assert shown["val_loss"] == pytest.approx((2 * 64 + 4 * 192 + 9 * 192) / 448, abs=1e-5)
+
+
 def test_the_numbers_of_a_job_stay_when_its_workers_leave() -> None:
-    here = derive(snapshot(worker("w", bytes_sent=500, loss=2.0, val_loss=3.0), jobs=(JOB,)))
+    here = derive(snapshot(worker("w", bytes_sent=500, loss=2.0, val_loss=3.0, val_tokens=64), jobs=(JOB,)))
     job = replace(JOB, workers=())
     left = derive(snapshot(now_s=NOW_S + 60, jobs=(job,)), here).body["jobs"][JOB.id]
     assert (left["workers"], left["state"], left["ended_s"]) == (0, "idle", NOW_S + 60)

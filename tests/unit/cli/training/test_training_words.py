@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from swarmnet.cli.training import train_words
 from swarmnet.cli.training.displays import Lines, bars, display
 from swarmnet.cli.training.record import TrainingRecord
-from swarmnet.cli.training.train_words import facts_of, loss_of_all, sentence, summary, tell
-from tests.defences import defence, replacing
+from swarmnet.cli.training.train_words import facts_of, sentence, summary, tell
 from tests.support.training.tiny_job import tiny_job
 from tests.unit.cli.training.test_training_record import READY, eval_event, every_second, round_event
 
@@ -145,21 +143,6 @@ def test_a_job_with_own_data_says_what_its_changes_reveal(tmp_path: Path) -> Non
     facts = facts_of(job, id="ab" * 32, name="", device="cpu", disk=tmp_path)
     assert facts["reads"] == "/home/ada/notes, files of your own, which stay here"
     assert "with allreduce word for word" in facts["sends"]
-
-
-@defence(
-    "a worker counts at most one evaluation in the loss of all",
-    off=replacing(train_words, "_evaluation_tokens", lambda _: 1 << 60),
-)
-def test_the_loss_of_all_workers_is_that_of_all_their_tokens(tmp_path: Path) -> None:
-    job = tiny_job(tmp_path, eval={"batches": 4})  # 4 batches of 4 sequences of 16 tokens
-    workers = [
-        {"val_loss": loss, "val_tokens": tokens} for loss, tokens in ((2.0, 64), (4.0, 192), (None, None))
-    ]
-    assert loss_of_all(job, workers) == pytest.approx(3.5)
-    liar = {"val_loss": 9.0, "val_tokens": 1 << 60}
-    assert loss_of_all(job, [*workers, liar]) == pytest.approx((2 * 64 + 4 * 192 + 9 * 256) / 512)
-    assert loss_of_all(job, workers[2:]) is None
 
 
 @pytest.mark.parametrize(
