@@ -128,9 +128,9 @@ def check_job(
     """Return the job in its published form: with hashes, without local paths.
 
     Reads the data and the checkpoint to hash them. Of workers' own data, it reads only the files
-    that the owner named. ``tell`` gets the memory needs of a worker, of the largest stage.
-    Raises ``JobError`` if this
-    machine could not train the job, or if others could not get its data or checkpoint.
+    that the owner named. ``tell`` gets the memory needs of a worker. In a job with stages, this is
+    a worker of the largest stage. Raises ``JobError`` if this machine could not train the job, or
+    if others could not get its data or checkpoint.
     """
     import psutil
 

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from swarmnet_node.training.initial_weights import draw_weights
 from swarmnet_node.training.steps.expert_balance import BIAS, share_biases
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
-from swarmnet_node.training.steps.subspace import check_subspace
+from swarmnet_node.training.steps.subspace import check_subspace, numbers_in_subspace
 from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.models import LocalModel, Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, WeightForm
@@ -42,7 +42,13 @@ from swarmnet_protocols.models.peft_adapters import (
 )
 from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.quantization.precisions import PRECISIONS, UNQUANTIZED
-from swarmnet_protocols.training.job_settings import Job, JobError, ModelSection, is_published
+from swarmnet_protocols.training.job_settings import (
+    Job,
+    JobError,
+    ModelSection,
+    StagesSection,
+    is_published,
+)
 from swarmnet_protocols.training.memory_needs import (
     MemoryNeeds,
     activation_bytes,
@@ -166,9 +172,12 @@ def parameter_count(config: PretrainedConfig) -> int:
     return sum(parameters_by_block(config).values())
 
 
-def parameters_by_block(config: PretrainedConfig) -> Counter[int | None]:
-    """Count the parameters of each block, and under None those of the ends. Raises ``JobError`` for
-    impossible shapes."""
+def parameters_by_block(config: PretrainedConfig, stages: StagesSection | None = None) -> Counter[int | None]:
+    """Count the parameters of each block, and under None the parameters of the ends.
+
+    ``stages``: count the parameters of a model in these stages. Raises ``JobError`` for impossible
+    shapes.
+    """
     layers = getattr(config, "num_hidden_layers", 0)
     if layers > _MAX_LAYERS:
         raise JobError("model", "config", f"has {layers} layers, more than {_MAX_LAYERS}", hint=_CORRECT)
@@ -181,7 +190,10 @@ def parameters_by_block(config: PretrainedConfig) -> Counter[int | None]:
         raise JobError("model", "config", f"is wrong: {error}", hint=_CORRECT) from error
     counts: Counter[int | None] = Counter()
     for name, parameter in model.named_parameters():
-        counts[block_of(name)] += parameter.numel()
+        trained = parameter.numel()
+        if stages is not None:
+            trained = numbers_in_subspace(name, parameter, stages, config.get_text_config().hidden_size)
+        counts[block_of(name)] += trained
     return counts
 
 
@@ -199,7 +211,7 @@ def with_cuts(job: Job, cache_dir: Path) -> Job:
     except ConfigError as error:
         raise _not_cut(where, str(error)) from error
     check_subspace(stages, config)
-    counts = parameters_by_block(config)
+    counts = parameters_by_block(config, stages)
     blocks = [counts[block] for block in range(config.num_hidden_layers)]
     if any(name.endswith(BIAS) for name in build_whole(config).empty().state_dict()):
         raise _not_cut(where, "the biases of its routers need the loads of all microbatches at once")
@@ -259,7 +271,7 @@ def check_model(
             f"is more than the {positions} positions of the model",
             hint="shorten it, or raise max_position_embeddings",
         )
-    counts = parameters_by_block(config)
+    counts = parameters_by_block(config, None if stage is None else job.stages)
     count = trained = sum(counts.values())
     activations = activation_bytes(job, config, recompute=memory.recompute)
     frozen_bytes = boundaries = 0

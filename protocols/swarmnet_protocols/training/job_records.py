@@ -114,9 +114,9 @@ def worker_announcement(
     """Return the announcement of a worker, for ``WORKER_LIFETIME_S``.
 
     A worker that leaves announces itself without ``addresses``. For ``round_s`` see
-    ``RoundMember``. ``spare``: it waits for a place in the job. ``is_done``: the worker trained the
-    last round. It says so as long as the job is known, so that volunteers do not train the job
-    again.
+    ``RoundMember``. ``spare``: the worker waits for a place in the job. ``is_done``: the worker
+    trained the last round. This announcement lives as long as the job's own, so that volunteers do
+    not train the job again.
     """
     record = pb.WorkerRecord(
         job=bytes.fromhex(job_id),

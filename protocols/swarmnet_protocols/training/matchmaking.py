@@ -416,8 +416,7 @@ class Matchmaking:
     async def _lead(
         self, mine: JoinRequest, near: dict[PeerId, list[RoundMember]], far: Sequence[RoundMember]
     ) -> Roster:
-        """Return the roster of this worker's followers, or of a larger group that it joins with
-        them.
+        """Return the roster of this worker and its followers, or of more workers that they join.
 
         ``near``: the workers to wait for first. ``far``: workers that are no neighbours.
         """
@@ -445,8 +444,8 @@ class Matchmaking:
     ) -> None:
         """Wait for followers, for at most ``timeout_s``.
 
-        ``expected``: lists of workers. One worker of each list is to come, the first that is alive.
-        A neighbour comes itself, and others send their leader.
+        ``expected``: lists of workers. This worker waits for the first live worker of each list. A
+        neighbour comes itself. Other workers come with their leader.
         """
         waiting = {
             key: [each for each in workers if not self._is_excluded(each.peer)]

@@ -17,8 +17,8 @@ _ROUND_BYTES = 4
 """Bytes of memory per trained parameter that a round adds: the gradients of inner steps, and then
 the average of an exchange that computes contributions where it reads them."""
 _EXCHANGE_BYTES = 4 * 4
-"""Bytes of memory per trained parameter that any other exchange adds: a contribution, those of
-other workers, the average, and an outer step."""
+"""Bytes of memory per trained parameter that any other exchange adds: this worker's contribution,
+contributions of other workers, the average, and an outer step."""
 _FORWARDS_COPIES = 1.5
 """Copies of a trained parameter if slopes are exchanged: the parameter, and a perturbed copy of the
 largest layer. Embeddings are a third of a small model."""
@@ -33,8 +33,8 @@ class MemoryNeeds:
     - ``frozen_bytes``: bytes of weights that are not trained.
     - ``trained_bytes``: bytes of trained parameters, with what optimizers and exchanges keep.
     - ``activation_bytes``: bytes that a forward pass keeps for the backward pass, estimated.
-    - ``boundary_bytes``: bytes of the inputs, outputs and gradients of a batch. A stage's worker
-      keeps them until its step ends.
+    - ``boundary_bytes``: bytes of the inputs, outputs and gradients of a batch, which a stage's
+      worker keeps until its step ends. A subspace adds its basis and its table of tokens.
     """
 
     parameters: int
@@ -100,7 +100,12 @@ def activation_bytes(
 
 def boundary_bytes(job: Job, config: Any) -> int:
     """Return the bytes of what a stage's worker keeps of a batch: its inputs, its outputs, and the
-    gradients of both, in float32."""
-    positions = job.training.batch_size * job.data.sequence_length
-    subspace = None if job.stages is None else job.stages.subspace
-    return 4 * 4 * positions * int(subspace or config.hidden_size)
+    gradients of both, in float32.
+
+    A subspace adds its frozen tensors: the basis, and the table with a row for each token.
+    """
+    positions, hidden_size = job.training.batch_size * job.data.sequence_length, int(config.hidden_size)
+    if job.stages is None or job.stages.subspace is None:
+        return 4 * 4 * positions * hidden_size
+    rank = job.stages.subspace
+    return 4 * (4 * positions * rank + hidden_size * (rank + int(config.vocab_size)))

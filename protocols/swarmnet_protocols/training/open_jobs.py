@@ -28,7 +28,7 @@ from swarmnet_protocols.training.pipeline.stages import groups
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 MAX_WORKERS_READ = 1024
-"""Most records of workers that are read of a job. Beyond it, a job has enough workers anyway."""
+"""Most records that a volunteer reads of a group's workers. Larger jobs need no volunteer."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class JobOutline:
     needs_user: bool
     """Whether the user of each worker must provide files or code."""
     groups: tuple[str, ...]
-    """The ids under which its workers meet: its own, or one for each stage of its model."""
+    """The ids under which workers meet: the job's own, or one for each stage of its model."""
 
 
 @dataclass(frozen=True)
 class OpenJob:
-    """A job and the peers that train it: of a job in stages, the stage with the fewest."""
+    """A job and the peers that train it. In a job with stages: the peers of the smallest stage."""
 
     outline: JobOutline
     workers: frozenset[PeerId]
@@ -58,8 +58,11 @@ class OpenJob:
 
 
 def outline_of(sealed: bytes) -> JobOutline:
-    """Return the outline of a sealed job. Raises ``SwarmnetError`` for a job that this version
-    refuses, and ``ValidationError`` for values out of range."""
+    """Return the outline of a sealed job.
+
+    Raises ``SwarmnetError`` for a job that this version refuses, and ``ValidationError`` for values
+    out of range.
+    """
     content, _, signed = verified(sealed)
     fields = content if isinstance(content, dict) else {}
     job, exchange = JobSection.model_validate(fields.get("job")), fields.get("exchange")

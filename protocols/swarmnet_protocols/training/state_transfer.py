@@ -126,10 +126,10 @@ class StateServer:
         return state.id
 
     async def withdraw(self, copy: Callable[[Sequence[memoryview]], Awaitable[memoryview]] | None) -> None:
-        """Stop to read the newest state, because its memory is about to change.
+        """Stop reading the newest state, because its memory is about to change.
 
-        Peers that are downloading it get the rest from what ``copy`` returns. If it is None, they
-        ask again for the next state.
+        Peers that are downloading it get the rest from the memory that ``copy`` returns. Without
+        ``copy``, they ask again for the next state.
         """
         for id in [*self._states][-1:]:
             if copy is not None and id in self._fetched.values():

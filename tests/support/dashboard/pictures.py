@@ -1,5 +1,5 @@
-"""Pictures of pages: of the dashboard in docs/ (``python -m tests.support.dashboard.pictures``),
-and those that tests leave for reviewers."""
+"""Pictures of pages: pictures of the dashboard for docs/ (``python -m
+tests.support.dashboard.pictures``), and pictures that tests leave for reviewers."""
 
 from collections.abc import Iterable
 from html import escape

@@ -116,6 +116,14 @@ def enter_subspace(
     return subspace
 
 
+def numbers_in_subspace(name: str, parameter: Tensor, stages: StagesSection, hidden_size: int) -> int:
+    """Return how many values of a parameter of the whole model a job with ``stages`` trains."""
+    is_replaced = name.removesuffix(".weight").endswith((*_MATRICES, _EMBEDDING))
+    if stages.subspace is None or not is_replaced:
+        return parameter.numel()
+    return parameter.numel() // hidden_size * stages.subspace
+
+
 def check_subspace(stages: StagesSection, config: Any) -> None:
     """Raise ``JobError`` for a model that would leave the subspace of the job's stages."""
     if stages.subspace is None:

@@ -3,9 +3,9 @@
 A payload is the scales [blocks] in bfloat16, then the codes in two's complement. There is one code
 per byte, or two with the first in the low half. Code c has the value ``levels(c) * scale``.
 
-Codecs of boundaries also rotate blocks, as TAH-Quant does (arXiv 2506.01352): the codes are those
-of H x / √n for a block x of n values, where H is the Hadamard matrix. One large value becomes n
-values of equal magnitude, so that a smaller scale holds the block. A negative scale marks a rotated
+Codecs of boundaries also rotate blocks, as TAH-Quant does (arXiv 2506.01352): for a block x of n
+values, the codes encode H x / √n, where H is the Hadamard matrix. One large value becomes n values
+of equal magnitude, so that a smaller scale holds the block. A negative scale marks a rotated
 block. Products of H and codes are sums of small integers, and √n is a power of two. So all machines
 decode the same bits.
 """
@@ -62,7 +62,7 @@ class BlockCodec:
     rotates: bool = False
 
     def encode(self, values: torch.Tensor, seed: int | None = None) -> bytes:
-        """With ``seed``, round integers up or down at random, without a bias."""
+        """Encode ``values``. With ``seed``, round to integers at random, without a bias."""
         starts = range(0, len(values), _VALUES_AT_ONCE)
         parts = [self._encode_part(values[at : at + _VALUES_AT_ONCE], at, seed) for at in starts]
         return b"".join([scales for scales, _ in parts] + [codes for _, codes in parts])

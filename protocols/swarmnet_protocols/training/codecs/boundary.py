@@ -1,9 +1,10 @@
 """Codecs of boundaries: activations and gradients [P, D] between two stages of a pipeline.
 
-P positions (tokens of a microbatch, one sequence after another), D hidden size. A payload has no
-header: both sides know the codec, P and D. Activations are rounded to the nearest level. Gradients
-are rounded at random, so that the error of a sum over microbatches has no bias. The random bits
-come from a seed that both stages know. So a third worker can recompute the bytes.
+P positions (tokens of a microbatch, one sequence after another), D hidden size. The job fixes the
+codec. A payload has no header: both sides know the codec, P and D. Activations are rounded to the
+nearest level. Gradients are rounded at random, so that the error of a sum over microbatches has no
+bias. The random bits come from a seed that both stages know. So a third worker can recompute the
+bytes.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ _ID_TYPES: Mapping[int, str] = MappingProxyType({1: "<u1", 2: "<u2", 4: "<u4"})
 
 @dataclass(frozen=True)
 class BoundaryCodec:
-    """Encodes tensors [P, D] by a codec of vectors."""
+    """Encodes tensors [P, D] with a codec of vectors."""
 
     vectors: FloatCodec | BlockCodec
 
@@ -76,18 +77,6 @@ def check_ids(ids: torch.Tensor, vocabulary: int) -> None:
     """Raise ``ProtocolViolation`` for a token that the model does not have."""
     if (ids >= vocabulary).any():
         raise ProtocolViolation(f"a token outside the {vocabulary} of the model")
-
-
-def codec_for_link(bytes_per_s: float, compute_s: float, positions: int, hidden_size: int) -> str:
-    """Return the name of the most exact codec that the link carries while the stages compute.
-
-    ``bytes_per_s``: the rate of the receiver's link. ``compute_s``: seconds of its forward and
-    backward passes of one microbatch, during which an activation and a gradient arrive. If every
-    codec takes longer, the link sets the pace, and the smallest payload is the fastest.
-    """
-    sizes = {name: codec.size_bytes(positions, hidden_size) for name, codec in BOUNDARY_CODECS.items()}
-    carried = [name for name, size_bytes in sizes.items() if 2 * size_bytes <= bytes_per_s * compute_s]
-    return carried[0] if carried else min(sizes, key=sizes.__getitem__)
 
 
 def rounding_seed(job_seed: int, microbatch: tuple[int, ...], boundary: int) -> int:

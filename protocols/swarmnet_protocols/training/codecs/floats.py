@@ -25,7 +25,7 @@ class FloatCodec:
     sparse: bool = False
 
     def encode(self, values: torch.Tensor, seed: int | None = None) -> Buffer:
-        """With ``seed``, round to bfloat16 up or down at random, without a bias."""
+        """Encode ``values``. With ``seed``, round to bfloat16 at random, without a bias."""
         if not all_finite(values):
             raise ValueError("a value is not finite")
         if self.dtype == torch.float32:

@@ -37,8 +37,10 @@ def check_size(payload: Buffer, size_bytes: int, count: int) -> None:
 
 
 def read(payload: Buffer, dtype: torch.dtype, *, copy: bool = True) -> torch.Tensor:
-    """Copy the payload into a tensor [len(payload) / itemsize]. With ``copy`` false, the tensor is
-    the payload's memory if that can be written."""
+    """Copy the payload into a tensor [len(payload) / itemsize].
+
+    Without ``copy``, the tensor shares the payload's memory, unless that is read-only.
+    """
     if len(payload) == 0:
         return torch.empty(0, dtype=dtype)
     data = np.frombuffer(payload, np.uint8)

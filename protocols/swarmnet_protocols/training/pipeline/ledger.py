@@ -85,7 +85,7 @@ class Accounts:
         self.lost.discard(origin)
 
     def forget_lost(self) -> None:
-        """Count nothing of lost origins, because a microbatch counted twice."""
+        """Count nothing that lost origins list, because a microbatch counted twice."""
         for origin in self.lost:
             self.lists.pop(origin, None)
 

@@ -18,8 +18,10 @@ _BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def groups(job_id: str, stages: int | None) -> list[str]:
-    """Return the ids, in hexadecimal digits, under which the workers of a job meet: its own, or one
-    for each stage."""
+    """Return the ids under which the workers of a job meet, in hexadecimal digits.
+
+    These are the job's own id, or one id for each stage.
+    """
     if stages is None:
         return [job_id]
     return [stage_key(bytes.fromhex(job_id), stage).hex() for stage in range(stages)]
@@ -55,8 +57,11 @@ def balanced_cuts(block_bytes: Sequence[int], ends_bytes: int, count: int) -> tu
 
 
 def _cuts_within(sums: Sequence[int], most: int, count: int) -> tuple[int, ...]:
-    """Return the cuts whose later stages take as many blocks as ``most`` bytes allow, from the last
-    stage on. At least one block is left for each stage between them and stage 0."""
+    """Return the cuts whose later stages take as many blocks as ``most`` bytes allow.
+
+    The last stage takes its blocks first. Each stage leaves at least one block to every stage
+    between it and stage 0.
+    """
     cuts = [len(sums) - 1]
     for between in range(count - 2, -1, -1):
         end = start = cuts[0]

@@ -1,6 +1,7 @@
 """The end of a round between an origin and one worker of a later stage.
 
-1. The origin lists the microbatches that the worker counts. The worker confirms those that it has.
+1. The origin lists the microbatches that the worker counts. The worker answers which
+   microbatches it lacks.
 2. When stage 0 has ended its exchange, the origin says which origins count, and their tokens.
 3. The stream stays open until the worker's stage has committed the round. Meanwhile the list may
    change, because workers fail.

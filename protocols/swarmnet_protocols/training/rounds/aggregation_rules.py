@@ -174,8 +174,10 @@ def combine(
     scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return sum_i factor_i (scale_i row_i), float32 [n], rows added in order. Written into
-    ``out`` if it is given."""
+    """Return sum_i factor_i (scale_i row_i), float32 [n], rows added in order.
+
+    ``out``, if given, takes the result.
+    """
     total = torch.empty(len(rows[0])) if out is None else out
     for part in _parts(len(total)):
         total[part] = 0

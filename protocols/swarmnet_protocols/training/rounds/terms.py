@@ -118,8 +118,8 @@ class RoundTerms:
         - ``slices``: cut the vector into so many equal slices; 0 for one slice a member.
 
         Raises ``ConfigError`` for a number out of range, and for a roster that is empty, too long,
-        names a peer twice or has a member without an Ed25519 key in its peer id. Also for rules
-        that members cannot verify across groups.
+        names a peer twice or has a member without an Ed25519 key in its peer id. Raises it also for
+        rules that members cannot verify across groups.
         """
         ordered = _ordered(members)
         if not 1 <= len({member.peer for member in ordered}) == len(ordered) <= MAX_MEMBERS:

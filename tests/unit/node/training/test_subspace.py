@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.training.model import build_model, with_cuts
+from swarmnet_node.training.model import build_model, check_model, with_cuts
 from swarmnet_node.training.stage_model import build_stage
 from swarmnet_node.training.steps.subspace import FAMILIES, enter_subspace
 from swarmnet_protocols.training.job_settings import Job, JobError
@@ -54,6 +54,18 @@ def test_stages_in_a_subspace_are_an_ordinary_model(family: str, tmp_path: Path)
     for name, parameter in entered.named_parameters():
         assert parameter.grad is not None
         assert_near(parameter.grad, named[name].grad)
+
+
+def test_stated_memory_is_that_of_a_stage_in_its_subspace(tmp_path: Path) -> None:
+    job = job_of(tmp_path, config_of("llama"))
+    positions = job.training.batch_size * job.data.sequence_length
+    for stage in range(4):
+        needs = check_model(job, vocab_size=256, available_bytes=1 << 40, cache_dir=tmp_path, stage=stage)
+        model = build_stage(job, stage, tmp_path)
+        assert needs.trained == sum(each.numel() for each in model.parameters())
+        assert model.subspace is not None
+        frozen = sum(each.numel() for each in model.subspace.buffers())
+        assert needs.boundary_bytes == 4 * (4 * positions * RANK + frozen)
 
 
 @pytest.mark.parametrize(

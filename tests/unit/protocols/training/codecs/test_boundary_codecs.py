@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.training.codecs import blockwise, boundary, get_codec
-from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS, codec_for_link, rounding_seed
+from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS, rounding_seed
 from tests.defences import defence, replacing
 
 SHAPE = (33, 100)
@@ -73,7 +73,7 @@ def test_seeds_of_rounding_differ_by_microbatch_and_boundary() -> None:
 
 
 def test_the_format_of_rotated_blocks_does_not_change_unnoticed() -> None:
-    """A block with one value is rotated, by which all of its codes are equal."""
+    """A block with one value is rotated. All of its codes are then equal."""
     values = torch.zeros(1, 66)
     values[0, 0] = values[0, 65] = 8.0
     payload = bytes(BOUNDARY_CODECS["int4"].encode(values))
@@ -110,13 +110,6 @@ def test_hostile_payloads_are_refused_or_finite(name: str, payload: bytes, colum
 def test_no_memory_is_allocated_for_a_shape_beyond_the_payload(name: str) -> None:
     with pytest.raises(ProtocolViolation, match="bytes for"):
         BOUNDARY_CODECS[name].decode(b"\0" * 120, 1 << 30, 1 << 20)
-
-
-def test_a_link_gets_the_most_exact_codec_that_computation_hides() -> None:
-    """A thousand positions of hidden size 1,000 are 4 MB in float32; one comes each way."""
-    names = [codec_for_link(rate, 1.0, 1000, 1000) for rate in (8e6, 7.9e6, 3.9e6, 1.9e6, 1e3)]
-    assert names == ["float32", "bfloat16", "int8", "int4", "int4"]
-    assert codec_for_link(1e6, 8.0, 1000, 1000) == "float32"
 
 
 @pytest.mark.parametrize(("vocabulary", "size"), [(256, 1), (257, 2), (1 << 16, 2), (1 << 17, 4)])
