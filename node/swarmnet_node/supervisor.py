@@ -64,7 +64,7 @@ class Supervisor(Ending):
     ) -> None:
         super().__init__()
         self.volunteers = ""
-        """Why a volunteer hosts. Empty for other nodes."""
+        """The reason why a volunteer hosts. Empty for other nodes."""
         self._listeners: list[Callable[[NodeStatus], None]] = []
         self._move_listeners: list[Callable[[NodeStatus], None]] = []
         self._switch_listeners: list[Callable[[NodeStatus], None]] = []

@@ -71,8 +71,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def newcomer(installed: Path, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty home directory to be in, on a machine with few programs. The browser, which needs
-    more of them, runs already."""
+    """The reader's empty home directory, on a machine with few programs. The browser runs already,
+    because it needs more programs."""
     home = tmp_path_factory.mktemp("newcomer")
     kept = {name: os.environ[name] for name in ("LANG", "PYTHONPATH") if name in os.environ}
     machine = {"PATH": str(installed / "bin"), "HOME": str(home), "OMP_NUM_THREADS": "1", **kept}
@@ -188,8 +188,8 @@ SIGHTS: dict[str, tuple[str, str, Callable[[str], Seen]]] = {
     "user": ("from openai import OpenAI", "", page_of_answers),
     "volunteer": ("swarmnet limits", "", page_of_the_kitchen),
 }
-"""Guides whose reader has something to see on the page of a swarm: after which block, on which
-dashboard (that of the README's swarm unless it has options), and what."""
+"""Guides whose reader looks at the page of a swarm: a block after which to look, the options of the
+dashboard, and the sight. Without options, the page is of the README's swarm."""
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)

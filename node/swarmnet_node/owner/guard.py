@@ -23,9 +23,9 @@ OBSERVE_S = 5.0
 
 
 class Guard:
-    """The owner's limits and pauses, as they hold at this time.
+    """The owner's limits and pauses, which say whether a command may run now.
 
-    Calls ``on_change`` whenever its answer may have changed.
+    ``on_change`` is called whenever the answer of ``reason`` may have changed.
     """
 
     def __init__(self, machine: Machine, limits: OwnerLimits, on_change: Callable[[], None]) -> None:
@@ -59,8 +59,10 @@ class Guard:
         self._on_change()
 
     def pause(self, for_s: float = math.inf) -> None:
-        """Forbid to run for ``for_s`` seconds or until ``resume``. The pause holds over a
-        restart."""
+        """Forbid the command to run for ``for_s`` seconds or until ``resume``.
+
+        The pause holds over a restart.
+        """
         self.machine.pause(for_s)
         self._on_change()
 
@@ -70,8 +72,10 @@ class Guard:
         self._on_change()
 
     def set_limits(self, limits: OwnerLimits) -> None:
-        """Replace the limits, now and after a restart. Raises ``ConfigError`` if they cannot be
-        stored; the old limits then stay."""
+        """Replace the limits, now and after a restart.
+
+        Raises ``ConfigError`` if they cannot be stored. The old limits then stay.
+        """
         self.machine.enforce(limits)
         self.limits = limits
         self._limits_changed.set()

@@ -122,8 +122,10 @@ class GuestPeer(WatchedPeer):
         self.is_working = False
 
     async def must_rest(self) -> str:
-        """Wait until the limits forbid to work, or the command stops. Return the reason of the
-        limits, or an empty one."""
+        """Wait until the limits forbid to work, or until the command stops.
+
+        Return the reason of the limits. It is empty if the command stops.
+        """
         while not (reason := self.guard.reason()) and not self.stopping.is_set():
             await self._next_change()
         return reason

@@ -1,9 +1,10 @@
-"""The stage that a newcomer takes: the one that needs workers most.
+"""A newcomer chooses its stage: the stage that needs workers most.
 
-1. It announces itself under the id of the job. There, the workers of no stage meet.
-2. After a moment it reads the workers of all stages, and the newcomers. It knows the stages of
-   newcomers that have decided. The others compute the same assignment, each its own part.
-3. It announces its decision, until it is listed among the workers of its stage.
+1. The newcomer announces itself under the id of the job. Workers without a stage meet there.
+2. After a moment it reads the workers of all stages, and the other newcomers. Some of these have
+   announced a decision. The rest compute the same assignment, and each takes its own part of it.
+3. It announces its decision. The record lasts for a minute. By then, the worker usually is listed
+   in its stage.
 """
 
 import asyncio

@@ -54,8 +54,8 @@ _COPIES = 4
 
 STAY_S = 600.0
 """Seconds that a worker of a stage stays after its job's last round. With less, `train export`
-finds no worker. With more, a volunteer's machine is kept busy for nothing. A worker that is started
-again after the last round stays as long."""
+finds no worker. With more, a volunteer's machine is kept busy for nothing. A worker that starts
+again after the last round stays just as long."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class WorkerConfig:
     device: str = "auto"
     memory: MemoryOptions = AUTOMATIC
     max_disk_bytes: int | None = None
-    """Most bytes of downloaded model files and checkpoints. None for no limit."""
+    """Most bytes of downloaded model files and checkpoints. None for no limit. Short-lived copies
+    of states (``CheckpointStore.spill``) are not counted."""
     files: LocalFiles = field(default_factory=LocalFiles)
     stage: int | None = None
     """The stage to train, in a job that has stages. None for the stage of the last time, or the one
@@ -81,7 +82,7 @@ class WorkerConfig:
     round_bytes: int = 0
     """Most bytes that a round of this job has sent and received here. 0 if unknown."""
     volunteers: str = ""
-    """Why a volunteer trains this job. Empty for other workers."""
+    """The reason why a volunteer trains this job. Empty for other workers."""
 
 
 @asynccontextmanager

@@ -89,8 +89,8 @@ directory does not answer. With less, a slow directory misses the announcement."
 UNDECIDED_S = 1.0
 """Seconds until the voters are asked again, after an answer without a majority."""
 LOOK_S = 5.0
-"""Seconds after which a worker that waits for other stages looks whether its own has gone on
-without it."""
+"""Seconds between two looks at its own stage, while a worker waits for other stages. With less, it
+asks its stage too often. With more, it notices late that the stage has gone on without it."""
 SPARE_S = 5.0
 """Seconds until a spare worker asks again for a place. With less, many spares keep the others busy.
 With more, a place stays free for longer."""
@@ -173,7 +173,7 @@ class Worker:
         """The work of a contribution that came too late for its round. It counts in the next."""
         self._last_exchange = 0
         self._spare = False
-        """Whether the job has enough workers, so that this one waits for a place."""
+        """True while the job has enough workers, and this worker waits for a place."""
         self._speed = Speed(trainer.step_s) if trainer.step_s else None
         """This worker's measured speed. None until it is known."""
         self._rounds_s: list[float] = []
@@ -193,7 +193,7 @@ class Worker:
         self._pipeline: Pipeline | None = None
         """This worker's part in a job with stages."""
         self._group_id = self.job_id
-        """Under it, the workers that average together meet: the job, or one of its stages."""
+        """The id under which workers that average together meet: the job's, or a stage's."""
         slots = 1
         if isinstance(trainer, StageTrainer):
             self._pipeline = Pipeline.of(
@@ -469,9 +469,9 @@ class Worker:
         return contribution, combined(report, more)
 
     async def _pass_microbatches(self, pipeline: Pipeline, slot: int) -> bool:
-        """Have the gradient of this round computed with the workers of the other stages.
+        """Compute the gradient of this round together with the workers of the other stages.
 
-        Return False if this worker is behind. Nobody else would tell it while it waits.
+        Return False if this worker is behind. It looks itself, because nobody tells it.
         """
         working = asyncio.create_task(pipeline.gradient(self.round, slot), name="pipeline")
         try:
@@ -511,7 +511,7 @@ class Worker:
         return report
 
     def _steps(self) -> int:
-        """Return the inner steps of this round: as many as let all workers end it together."""
+        """Return the number of inner steps with which all workers end this round together."""
         most = self._method.steps_per_round
         return most if self._speed is None else steps_in_time(self._speed, self._rounds_s, most)
 

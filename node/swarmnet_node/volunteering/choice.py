@@ -4,13 +4,13 @@ Each model and job of the swarm has an urgency, as if this machine were not ther
 
 - ``STOPPED``: nobody can use it. Blocks have no host, or rounds lack one worker.
 - ``THIN``: one failure would stop it, hosts are overloaded, or rounds lack several workers.
-- ``FASTER``: a job that another worker makes faster.
-- ``SPARE``: a model whose hosts suffice.
+- ``FASTER``: another worker makes the job faster.
+- ``SPARE``: the hosts of the model suffice.
 
 The most urgent work comes first. Between equals, a machine with a GPU trains, and another hosts. A
 volunteer leaves its work only for more urgent work, which it has seen at ``CONFIRM_LOOKS`` looks in
-a row, and at most once in ``PAUSE_S``. Volunteers draw lots, so that not all switch at once. Duty
-that is over, such as a job that is done, is left at once.
+a row, and at most once in ``PAUSE_S``. Volunteers draw lots, so that not all switch at once. A
+volunteer leaves work that is over, such as a job that is done, at once.
 """
 
 import json
@@ -35,11 +35,12 @@ RETRY_S = 6 * 3600.0
 OVERLOADED = 0.75
 """Load of a model's hosts from which it needs more (``model_needs.OVERLOADED``)."""
 MAX_FAILED = 64
-"""Most works that are remembered as failed."""
+"""Most failures that a volunteer remembers. With more, a swarm of many jobs fills its file. With
+fewer, it tries work again that has just failed."""
 
 
 class NeedLevel(IntEnum):
-    """How much the swarm needs a volunteer for some work."""
+    """The urgency of some work, for a volunteer."""
 
     SPARE = 0
     FASTER = 1
@@ -70,13 +71,15 @@ class SeenModel:
     load: float = 0.0
     """Median load of the hosts."""
     is_wanted: bool = True
-    """Whether anybody asked for it: a host announces it, or the swarm file lists it."""
+    """True if a host announces the model, or the swarm file lists it."""
 
 
 @dataclass(frozen=True)
 class SeenJob:
-    """A job and its workers, without this machine. ``needs_user``: the user of a worker must
-    provide files or code."""
+    """A job and its workers, without this machine.
+
+    ``needs_user``: the user of a worker must provide files or code.
+    """
 
     id: str
     name: str
@@ -97,7 +100,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Offer:
-    """What this machine offers."""
+    """The machine that a volunteer offers."""
 
     memory_bytes: float = math.inf
     has_gpu: bool = False
@@ -123,7 +126,7 @@ class VolunteerMemory:
     """The memory of a volunteer between two looks and two starts. Times are Unix times."""
 
     work: Duty | None = None
-    """What this machine does; None if it has to choose."""
+    """The work of this machine. None until it has chosen."""
     reason: str = ""
     switched_at: float = -math.inf
     wanted: Duty | None = None
@@ -137,8 +140,10 @@ class VolunteerMemory:
         return replace(self, work=None, failed_at=dict([*failed.items()][-MAX_FAILED:]))
 
     def at_start(self, now: float) -> "VolunteerMemory":
-        """Return the memory for a new start of the command. It chooses anew, unless it switched
-        within ``PAUSE_S``."""
+        """Return the memory for a new start of the command.
+
+        The volunteer chooses anew, unless it switched within ``PAUSE_S``.
+        """
         return self if now < self.switched_at + PAUSE_S else replace(self, work=None)
 
     def to_json(self) -> str:
@@ -150,7 +155,7 @@ class VolunteerMemory:
 
     @classmethod
     def from_json(cls, text: str) -> "VolunteerMemory":
-        """Raises ``ConfigError`` for text that ``to_json`` cannot have returned."""
+        """Read the text of ``to_json``. Raises ``ConfigError`` for other text."""
         try:
             found: Any = json.loads(text)
             work = None if found["work"] is None else Duty(*map(str, found["work"]))
@@ -200,8 +205,10 @@ def decide(
 
 
 def is_over(seen: Seen, work: Duty) -> bool:
-    """Return whether ``work`` needs this machine no more. A job that is not seen may go on: the
-    directory of a peer that has just started is empty."""
+    """Return whether ``work`` no longer needs this machine.
+
+    A job that is not seen may go on: the directory of a peer that has just started is empty.
+    """
     return work.role == TRAIN and any(
         job.id == work.name and (job.is_done or job.workers >= job.most) for job in seen.jobs
     )

@@ -1,4 +1,4 @@
-"""Reads what a volunteer decides by: the models and jobs of the swarm, without this machine."""
+"""Reads the models and jobs of the swarm, without this machine, for a volunteer's decision."""
 
 from collections import Counter
 from dataclasses import dataclass, field

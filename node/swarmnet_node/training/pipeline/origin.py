@@ -4,7 +4,7 @@ One round:
 
 1. ``originate`` sends each microbatch of this worker's batch through a chain of workers, until all
    are home. A worker that fails is replaced, and the microbatch goes the same way again.
-2. It lists to every worker the microbatches that this one counts. A worker that is lost before its
+2. It tells every worker which microbatches that worker counts. A worker that is lost before its
    stage has committed the round is replaced, too.
 3. ``ended`` tells all workers which origins stage 0 has averaged.
 """
@@ -191,9 +191,9 @@ class MicrobatchOrigin:
     ) -> tuple[PeerId, ...]:
         """Return the chain with an empty place where a worker failed.
 
-        If two workers failed after the same one, that one is cut off from them, or sends them what
-        they refuse. It is replaced, and they are not. The stage after the last is this worker.
-        ``blamed``: the worker before a failed one → the failed one.
+        If two workers fail after the same predecessor, the predecessor is to blame: it is cut off
+        from both, or sends them what they refuse. Only the predecessor is then replaced. This
+        worker is the stage after the last. ``blamed``: predecessor → its failed successor.
         """
         _log.debug("microbatch: %s", failed)
         index = min(failed.stage, len(chain)) - 1

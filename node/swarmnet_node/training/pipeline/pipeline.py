@@ -1,10 +1,10 @@
 """One worker's part in the pipeline of a job: it serves microbatches, and settles rounds.
 
 1. ``serve`` answers other workers until the transport closes.
-2. In each round, ``gradient`` makes the trainer's gradient that of the microbatches which this
+2. In each round, ``gradient`` leaves in the trainer the gradient of the microbatches that this
    worker counts. Stage 0 originates microbatches (``MicrobatchOrigin``). A later stage waits until
    stage 0 has ended its exchange, and takes the microbatches that origins list.
-3. ``ended`` tells how the exchange of this worker's stage ended, and whether it counts.
+3. ``ended`` notes how the exchange of this worker's stage ended, and returns whether it counts.
 4. ``advance`` begins the next round.
 """
 
@@ -145,7 +145,7 @@ class Pipeline:
         await self._notify()
 
     async def gradient(self, round: int, slot: int) -> bool:
-        """Make the trainer's gradient that of this worker's microbatches in ``round``.
+        """Leave in the trainer the gradient of the microbatches that this worker counts in a round.
 
         Returns False if this worker stops.
         """
@@ -174,7 +174,7 @@ class Pipeline:
         return True
 
     def is_discarded(self, round: int) -> bool:
-        """Return whether stage 0 has discarded a round, so that every stage does."""
+        """Return whether stage 0 has discarded a round. Then every stage discards it."""
         end = self._accounts[round].end() if round in self._accounts else None
         return end is not None and not end.tokens
 

@@ -1,8 +1,8 @@
-"""The computation of one worker for microbatches, and what it keeps of them.
+"""The computation of one worker for microbatches, and the buffers that it keeps.
 
-Until a round is committed in all stages, a worker keeps the inputs of a microbatch, its outputs,
-the gradient that it got and the one that it answered. So a microbatch that comes again, because
-another worker failed, is answered from memory.
+Until all stages have committed a round, a worker keeps the inputs and outputs of each microbatch,
+and the gradients of both. When another worker fails, a microbatch comes again. This worker then
+answers from memory.
 
 All methods run on the computing thread.
 """
@@ -35,7 +35,7 @@ from swarmnet_protocols.wire import refusal_pb2
 
 @dataclass(eq=False)
 class KeptMicrobatch:
-    """What a worker keeps of one microbatch. Buffers are encoded tensors."""
+    """One microbatch as a worker keeps it. Buffers are encoded tensors."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     inputs: Buffer | None = None
@@ -177,10 +177,10 @@ class StagePasses:
     def settle(
         self, counted: Mapping[MicrobatchId, int], kept: Mapping[MicrobatchId, KeptMicrobatch]
     ) -> None:
-        """Make the trainer's gradient that of exactly the ``counted`` microbatches.
+        """Leave in the trainer the gradient of exactly the ``counted`` microbatches.
 
-        ``counted``: their tokens. Usually that is what it is already. Otherwise all are computed
-        again, because a sum cannot be undone exactly.
+        ``counted``: their tokens. Usually the trainer has this gradient already. Otherwise all
+        microbatches are computed again, because a sum cannot be undone exactly.
         """
         if sorted(self._accumulated) != sorted(counted):
             self.trainer.free_gradients()

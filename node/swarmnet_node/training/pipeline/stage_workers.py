@@ -18,12 +18,14 @@ REFRESH_S = 5.0
 """Seconds between two reads of the directory. With less, a large job asks it too often. With more,
 a newcomer waits longer for its first microbatch."""
 LEAST_S = 0.5
-"""Seconds between two reads that something unknown causes. Strangers could else cause many."""
+"""Seconds between two reads that an unknown peer causes. With less, strangers cause many reads.
+With more, a newcomer is refused for longer."""
 AVOID_S = 5.0
 """Seconds that a failed worker gets no microbatch. With less, each microbatch waits for a dead one
 again. With more, a worker that was cut off for a moment stays idle."""
 BUSY_S = 0.3
-"""Seconds that a busy worker gets no microbatch."""
+"""Seconds that a busy worker gets no microbatch. With less, it refuses many. With more, it is
+idle."""
 
 
 class StageWorkers:

@@ -4,8 +4,9 @@ In each inner step, the gradient of every row is clipped to a norm C, and the su
 gets Gaussian noise of standard deviation z C. All that the worker sends follows from these sums.
 
 A worker's own rows are permuted, and each is used once in an epoch. So a row that is used k times
-takes part in k Gaussian mechanisms, which together are one with noise z / sqrt(k). Its epsilon is
-exact (Balle and Wang 2018, "Improving the Gaussian Mechanism for Differential Privacy", theorem 8).
+takes part in k Gaussian mechanisms. Together they equal one mechanism with noise z / sqrt(k). Its
+epsilon is exact (Balle and Wang 2018, "Improving the Gaussian Mechanism for Differential Privacy",
+theorem 8).
 """
 
 import math
@@ -46,7 +47,7 @@ class Privacy:
             part.add_(noise, alpha=scale)
 
     def epsilon(self, rounds: int, repeated: int) -> float:
-        """Return the epsilon of a row after so many rounds, of which some were trained again."""
+        """Return the epsilon of a row after ``rounds``. ``repeated``: rounds trained again."""
         uses = most_uses(self._sampler, rounds, repeated)
         return epsilon(self._privacy.noise, uses, self._privacy.delta)
 

@@ -30,7 +30,7 @@ _MATRICES = ("self_attn.o_proj", "mlp.down_proj")
 """The matrices whose outputs are added to the residual stream."""
 _EMBEDDING = "embed_tokens"
 _TABLE_DEVIATION = 0.02
-"""Standard deviation of T: that of other initial embeddings."""
+"""Standard deviation of T, as of other initial embeddings."""
 
 
 class Subspace(nn.Module):

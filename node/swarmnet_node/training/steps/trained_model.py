@@ -131,8 +131,10 @@ class TrainedModel:
         return self._device.type != "cpu"
 
     def epsilon(self, rounds: int, repeated: int) -> float | None:
-        """Return the epsilon of a row after so many rounds, some of them trained again. None
-        without privacy."""
+        """Return the epsilon of a row after ``rounds``, or None without privacy.
+
+        ``repeated``: rounds trained again.
+        """
         return None
 
     def report_steps(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""What a volunteer chooses to do, and when it changes its mind."""
+"""A volunteer chooses its work, and seldom changes its mind."""
 
 import random
 from dataclasses import replace
