@@ -77,7 +77,7 @@ def configure(*, log_format: LogFormat, level: LogLevel) -> None:
     root.setLevel(level.upper())
     for name in _NOISY:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
-    # At its import it warns about kernels that no command here uses.
+    # bitsandbytes warns at its import about kernels that no command here uses.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 

@@ -8,8 +8,8 @@ ends when it pauses, and its command starts again in the same process id:
 3. The new program connects under the same identity and announces the paused node. It reads the
    model when the pause ends.
 
-A training worker restarts in the same way. It needs no description: its checkpoint and the stored
-pause say all.
+A training worker restarts in the same way. It gets nothing from the previous program: its
+checkpoint and the stored pause suffice.
 """
 
 import json
@@ -25,7 +25,7 @@ VARIABLE = "SWARMNET_RESTING"
 
 
 def was_restarted() -> bool:
-    """Return whether this program replaced another, until ``take_resting``."""
+    """Return whether this program replaced another. False after ``take_resting``."""
     return VARIABLE in os.environ
 
 

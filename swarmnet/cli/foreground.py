@@ -74,8 +74,8 @@ async def controlled(
 async def idle_guest(
     network: "Network", purpose: "Purpose"
 ) -> "AsyncIterator[tuple[GuestPeer, Transport, Directory]]":
-    """Run a peer that loads nothing, while its owner's limits forbid to work or nothing is to be
-    done. Its owner watches and controls it."""
+    """Run a peer that loads nothing, while its owner's limits forbid work or there is no work. The
+    owner watches and controls the peer."""
     from swarmnet_node.owner.watched_peer import GuestPeer
     from swarmnet_protocols.joining.network import connect
 
@@ -112,7 +112,7 @@ class Foreground:
     )
     """Further services of the node's process: name → a context that yields the URL."""
     beside: "Callable[[Supervisor], Coroutine[Any, Any, object]] | None" = None
-    """Runs while the node does."""
+    """Work that runs as long as the node."""
     is_resting: bool = False  # whether the node continues a pause that another program began
 
     def run(self) -> None:

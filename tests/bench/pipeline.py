@@ -70,7 +70,7 @@ class Visit(NamedTuple):
 
 
 def path_of(parameters: int, head: int) -> list[Visit]:
-    """The visits of a microbatch: a ring forwards, the loss in stage 0, and the ring backwards.
+    """Return the visits of a microbatch: a ring forwards, the loss in stage 0, and the ring backwards.
 
     ``parameters``: of a block. ``head``: of the output head. Attention counts by its products of
     queries and keys, and of probabilities and values.
@@ -83,10 +83,10 @@ def path_of(parameters: int, head: int) -> list[Visit]:
 
 
 def step_seconds(path: Sequence[Visit], sizes: Sequence[int], microbatches: int) -> float:
-    """The seconds of a step, in which ``sizes`` bytes follow each visit but the last.
+    """Return the seconds of a step, in which ``sizes`` bytes follow each visit but the last.
 
     A sender stamps its clock on a tensor, so a link carries bytes while stages compute. A stage
-    prefers the visit that is furthest along, which is one backwards.
+    prefers the visit that is furthest along its path.
     """
     link_free = [0.0] * STAGES
     is_idle = [True] * STAGES
@@ -141,7 +141,7 @@ class Pipeline:
         return sizes, loss / target_count(batch)
 
     def loss(self) -> float:
-        """The validation loss. Its tensors cross the boundaries, too, and are not billed."""
+        """Return the validation loss. Its tensors cross the boundaries, too, and are not billed."""
         billed = list(self._billed)
         with torch.no_grad():
             losses = [
@@ -152,7 +152,7 @@ class Pipeline:
         return self._batches.mean(losses)[0]
 
     def _out(self, part: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """What each stage sends, and what the next one receives, of a microbatch."""
+        """Return the tensors of a microbatch that each stage sends, and that the next receives."""
         sent, received = [self._stages[0].begin(part)], []
         for number, stage in enumerate([*self._stages[1:], None]):
             self._billed[number] += self._id_bytes * len(sent[-1])
@@ -175,20 +175,23 @@ class Pipeline:
         return float(loss.detach())
 
     def _carry(self, place: int, values: Tensor, seed: int | None = None) -> Tensor:
-        """What the receiver decodes after this place of the path. With a seed, it is a gradient."""
+        """Return the tensor that the receiver decodes after this place of the path.
+
+        ``seed``: of the rounding of a gradient; None for activations.
+        """
         payload = self._codec.encode(values, seed)
         self._billed[place] += len(payload)
         return self._codec.decode(payload, *values.shape)
 
 
 def parse_row(row: str) -> tuple[BoundaryCodec, int | None]:
-    """The codec of a row, and the dimension of its subspace."""
+    """Return the codec of a row, and the dimension of its subspace."""
     codec, _, rank = row.partition(":k=")
     return BOUNDARY_CODECS[codec], int(rank) if rank else None
 
 
 def pipeline_job(row: str, *, seed: int, steps: int, learning_rate: float) -> Job:
-    """The job of a row."""
+    """Return the job of a row."""
     _, rank = parse_row(row)
     job = standard_job("allreduce", {}, seed=seed, steps=steps, workers=1, learning_rate=learning_rate)
     mlp = MLP
@@ -235,7 +238,7 @@ def train(row: str, arguments: argparse.Namespace, cache_dir: Path) -> Curve:
 
 
 def report(curve: Curve, yardstick: Curve) -> dict[str, object]:
-    """The printed summary of a row, with ratios to ``yardstick``."""
+    """Return the printed summary of a row, with ratios to ``yardstick``."""
     last, other = curve.points[-1], yardstick.points[-1]
     target = next(each.val_loss for each in yardstick.points if each.step >= TARGET_AT * other.step)
     first, its_first = (

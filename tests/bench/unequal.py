@@ -15,7 +15,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ STEPS = 20
 TIMEOUT_S = 900.0
 MODEL = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "max_position_embeddings": 64}
 DATA = {"sequence_length": 64, "batch_size": 16}
-"""A step takes about 0.3 s of a core: much longer than what a round takes besides."""
+"""A step takes about 0.3 s of a core: much longer than the rest of a round."""
 
 
 @contextmanager
@@ -65,25 +65,20 @@ def trained(
         toml = f"{head}\n{name} = {value}\n{rest.partition(chr(10))[2]}"
     job = create_job(folder, toml)
     ended_s: dict[str, dict[int, float]] = {name: {} for name in shares}
-    with workers(folder, job, *shares) as running:
-        limits = [limited(running[name], share) for name, share in shares.items()]
-        for each in limits:
-            each.__enter__()
-        try:
-            first = next(iter(running.values()))
-            while len(first.rounds()) < rounds + 2:
-                first.wait_for_more(timeout_s=TIMEOUT_S)
-                for name, worker in running.items():
-                    for number in worker.rounds():
-                        ended_s[name].setdefault(number, time.monotonic())
-            return summary({name: worker.events[:] for name, worker in running.items()}, ended_s)
-        finally:
-            for each in limits:
-                each.__exit__(None, None, None)
+    with workers(folder, job, *shares) as running, ExitStack() as limits:
+        for name, share in shares.items():
+            limits.enter_context(limited(running[name], share))
+        first = next(iter(running.values()))
+        while len(first.rounds()) < rounds + 2:
+            first.wait_for_more(timeout_s=TIMEOUT_S)
+            for name, worker in running.items():
+                for number in worker.rounds():
+                    ended_s[name].setdefault(number, time.monotonic())
+        return summary({name: worker.events[:] for name, worker in running.items()}, ended_s)
 
 
 def summary(events: dict[str, list[dict[str, Any]]], ended_s: dict[str, dict[int, float]]) -> dict[str, Any]:
-    """The tokens of all workers a second after round 1, and what became of contributions."""
+    """Return the tokens/s of all workers after round 1, their late contributions and their loss."""
     rate, late, losses, own = 0.0, 0, [], 0
     for name, happened in events.items():
         rounds = {each["round"]: each for each in happened if each["event"] == "round" and each["committed"]}

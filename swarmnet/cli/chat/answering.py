@@ -1,6 +1,6 @@
 """Two ways to answer the prompts of `run`, `bench` and a chat: a batch of one, or transformers.
 
-Both are clients of the swarm. Generation needs neither torch nor transformers, but with an adapter.
+Both are clients of the swarm. Generation needs torch and transformers only with an adapter.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence

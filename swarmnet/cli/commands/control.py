@@ -88,7 +88,9 @@ def pause(
         print_json({"pausing": True, "for_s": for_s})
     else:
         back = f"comes back in {show_duration(for_s)}, or with" if for_s else "comes back with"
-        print_text(f"it leaves its sessions or its group and frees its memory; it {back} `swarmnet resume`")
+        print_text(
+            f"the node or worker leaves its sessions or group and frees its memory; it {back} `swarmnet resume`"
+        )
 
 
 def resume(*, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:

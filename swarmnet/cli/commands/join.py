@@ -180,7 +180,7 @@ class NodeOptions:
 
     def named(self) -> "NodeOptions":
         """Return the options with a name: the owner's, or the host name. People in one room know
-        their computers by it."""
+        their computers by the host name."""
         return replace(self, public_name=self.public_name or platform.node())
 
 

@@ -126,7 +126,7 @@ class Volunteer:
         try:
             is_over = self._host(work.name) if hosts else self._train(work.name)
         except _UNFIT as error:
-            note(f"{text.partition(' ')[2]} does not fit this machine: {error}")
+            note(f"this volunteer {text} no longer, and looks for other work: {error}")
             self.memory = self.memory.after_failure(work, wall_clock())
             is_over = False
         if is_over:

@@ -92,7 +92,7 @@ class WorkerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFlags:
-    """How a worker saves memory."""
+    """The options by which a worker saves memory."""
 
     precision: Annotated[
         str,
@@ -152,7 +152,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             metavar="N",
             min=0,
             help="Train this stage, if the job cuts its model into stages.",
-            show_default="the stage of the last time, or the one that needs workers most",
+            show_default="the stage of the last time; the first time, the stage that needs workers most",
         ),
     ] = None,
     tensorboard: TensorboardOption = None,
@@ -163,7 +163,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     return at any time and loses no committed round.
 
     The first time, the command shows what the job reads, sends and uses on this machine, and asks
-    for consent. The limits are those of `swarmnet join`: `swarmnet limits`, `pause` and `resume`
+    for consent. All limits of `swarmnet join` hold, and `swarmnet limits`, `pause` and `resume`
     work here, too.
 
     \b
@@ -228,7 +228,7 @@ async def rest(entry: Entry, options: WorkerOptions) -> bool:
 
 
 async def forbidden(limits: OwnerLimits, folder: Path, round_bytes: int) -> str:
-    """Return the reason why the limits forbid to train now. Empty if they do not."""
+    """Return the reason why the limits forbid training now. Empty if they allow it."""
     from swarmnet_node.owner.guard import Guard
 
     guard = Guard(OwnersMachine(folder, LinkLimiter(), wall_clock, lambda _: None), limits, lambda: None)

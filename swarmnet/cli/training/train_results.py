@@ -106,7 +106,7 @@ async def _collect(
     from swarmnet_node.training.job_store import load_local_files, load_stored_job
 
     sealed, _ = load_stored_job(data_dir, job)
-    local = load_local_files(data_dir, job).applied_to(sealed.job, 1)
+    local = load_local_files(data_dir, job).applied_to(sealed.job, stage=1)  # needs no data
     async with connect(network, client_mode=True) as (transport, directory):
         return await fetch_stages(
             transport, directory, job, local, folder, cache_dir=cache_dir, progress=progress

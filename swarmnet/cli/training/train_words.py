@@ -150,7 +150,7 @@ def sentence(event: Fields) -> str:
         case "spare":
             return (
                 f"this worker is a spare: the job has its {event['max_workers']} workers (max_workers), and "
-                "this one takes the place of the next that leaves"
+                "this one takes the place of the next worker that leaves"
             )
         case "healed":
             dropped = (f"; dropped {each['peer_id']}: {each['reason']}" for each in event["dropped"])

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningOptions:
-    """What to train on which rows, and how: the options of ``TuneSettings``."""
+    """The options of ``TuneSettings``: the kind of adapter, the rows and the steps."""
 
     method: Annotated[TuneMethod, typer.Option("--method", help="What to train.")] = TuneMethod.LORA
     eval_data: Annotated[

@@ -77,9 +77,9 @@ Every row was tested in each layout against `generate` of the class that the che
 
 The column gguf has llama.cpp's name of the architecture. Where it is empty, use the directory. The
 column arithmetic says `exact-1` where C computes the blocks, with packed weights on a CPU: then
-outputs have the same bits on every processor, in any batch. Hosts of families with the words
-"without torch" import neither torch nor transformers
-([0121](decisions/0121-hosts-without-torch.md)). torch computes the others.
+outputs have the same bits on every processor, in any batch. torch computes the other families.
+Hosts of families marked `without torch` import neither torch nor transformers
+([0121](decisions/0121-hosts-without-torch.md)).
 
 """
 _NOTES = {
