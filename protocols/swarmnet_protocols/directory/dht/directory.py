@@ -284,11 +284,12 @@ class DhtDirectory:
             refusals.append(error)
             return False
         except (PeerUnreachable, Refused, TimeoutError) as error:
-            # Logged once, because every look-up tries again.
+            # Logged once, because every look-up tries again. No warning while others answer.
             if peer not in self._unresponsive and len(self._unresponsive) < _MAX_UNRESPONSIVE:
                 self._unresponsive.add(peer)
                 reason = str(error).partition("\n")[0] or f"no answer within {_BOOTSTRAP_S:g} s"
-                _log.warning("the peer at %s does not answer: %s", addresses[0], reason)
+                level = logging.INFO if self.knows_peers else logging.WARNING
+                _log.log(level, "the peer at %s does not answer: %s", addresses[0], reason)
             return False
         self._unresponsive.discard(peer)
         return await self._node.protocol.call_ping(PeerID.from_base58(peer)) is not None
