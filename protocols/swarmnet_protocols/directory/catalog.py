@@ -1,9 +1,11 @@
 """The catalog of a swarm: its hosted models and trained jobs, for clients that know no hash or id.
 
-All entries are under one topic, which has room for some thousands. So a peer announces what it
-hosts only while a sample shows that few others announce the same.
+Models and jobs with workers are under one topic, which has room for some thousands. So a peer
+announces what it hosts only while a sample shows that few others announce the same. Jobs that a
+machine made are under a second topic, because they live longer.
 """
 
+import asyncio
 import logging
 import random
 from collections import Counter
@@ -21,6 +23,12 @@ from swarmnet_protocols.wire import records_pb2 as pb
 _log = logging.getLogger(__name__)
 
 TOPIC = "catalog"
+MADE_TOPIC = "catalog/made"
+"""Topic of jobs that a machine made. They may have no workers yet.
+
+Replicas keep one record of a peer under a topic, and replace it only by one that expires later.
+Under ``TOPIC``, a job that a machine made would shut out the model that it hosts for a day.
+"""
 MAX_NAME_CHARS = 128
 MAX_MODELS = 32
 """Most models that are read: the ones that most peers name.
@@ -80,7 +88,7 @@ def job_announcer(
 
 def made_jobs(made: Sequence[str], lifetime_s: float) -> Announcement:
     """Return the announcement of jobs that this peer made, the newest first."""
-    return Announcement(TOPIC, pb.CatalogRecord(made=_made(made)).SerializeToString(), lifetime_s)
+    return Announcement(MADE_TOPIC, pb.CatalogRecord(made=_made(made)).SerializeToString(), lifetime_s)
 
 
 def _made(ids: Sequence[str]) -> list[pb.CatalogJob]:
@@ -115,7 +123,8 @@ def is_enough(sample: Sequence[bytes], body: bytes, *, is_full: bool) -> bool:
 
 async def read_catalog(directory: Directory) -> Catalog:
     """Read the catalog. A model with several names gets the name that most peers use."""
-    return merge(record.body for record in await directory.lookup(TOPIC))
+    listed, made = await asyncio.gather(directory.lookup(TOPIC), directory.lookup(MADE_TOPIC))
+    return merge(record.body for record in (*listed, *made))
 
 
 async def announced_model(directory: Directory, name: str) -> bytes | None:

@@ -1,6 +1,7 @@
 """The peers that store a record: the nearest that answer, in one call to each, and looked up no
 more often than needed."""
 
+import random
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from types import SimpleNamespace
@@ -8,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from swarmnet_protocols.directory.announcer import Announcement
+from swarmnet_protocols.directory.catalog import CatalogModel, made_jobs, model_announcer
 from swarmnet_protocols.directory.records import Publisher, dht_keys
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.training.job_records import JOB_LIFETIME_S
 from tests.defences import Patch, defence, nothing
 from tests.support.network.virtual_time import run
 
@@ -84,15 +88,23 @@ class Keeping:
     """Alice's records and her neighbourhood."""
 
     def __init__(self, size: int) -> None:
-        from swarmnet_protocols.directory.dht.replication import Replicator
-
         self.now = EPOCH
         self.near = Neighbourhood(size, lambda: self.now)
-        self._publisher = Publisher(ALICE, SWARM, lambda: self.now)
-        self._replicator = Replicator(self.near, lambda: self.now)
+        self.start_again()
 
     async def publish(self, topic: str = "topic") -> None:
-        await self._replicator.store(*self._publisher.seal(topic, b"", lifetime_s=60.0))
+        await self.announce(Announcement(topic, b"", 60.0))
+
+    async def announce(self, each: Announcement) -> None:
+        sealed = self._publisher.seal(each.topic, each.body, lifetime_s=each.lifetime_s)
+        await self._replicator.store(*sealed)
+
+    def start_again(self) -> None:
+        """Begin as a new process with Alice's key. The peers keep her records."""
+        from swarmnet_protocols.directory.dht.replication import Replicator
+
+        self._publisher = Publisher(ALICE, SWARM, lambda: self.now)
+        self._replicator = Replicator(self.near, lambda: self.now)
 
     def wanted(self, replicas: int = 5) -> dict[Any, set[int]]:
         """For each key, the nearest peers that answer."""
@@ -296,3 +308,20 @@ def test_a_publisher_whom_few_peers_store_counts_and_tries_again(
         assert "again" in caplog.records[-1].message
 
     with_peers(30, scenario)
+
+
+def test_a_machine_that_made_a_job_can_list_the_model_it_hosts() -> None:
+    """A young swarm of three: every peer stores both records of the machine."""
+
+    async def scenario(keeping: Keeping) -> None:
+        await keeping.announce(made_jobs(["05" * 32], JOB_LIFETIME_S))
+        keeping.start_again()
+        keeping.now += 2.0
+        directory: Any = SimpleNamespace()  # composing an entry does not read it
+        model = CatalogModel(bytes(32), "org/model", 8)
+        for entry in model_announcer(directory, random.Random(0), model).compose():
+            await keeping.announce(entry)
+        assert keeping._replicator.refused == 0
+        assert not keeping._replicator.is_short
+
+    with_peers(3, scenario)
