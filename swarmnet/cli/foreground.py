@@ -111,7 +111,7 @@ class Foreground:
         default_factory=dict
     )
     """Further services of the node's process: name → a context that yields the URL."""
-    beside: "Callable[[Supervisor], Coroutine[Any, Any, object]] | None" = None
+    companion: "Callable[[Supervisor], Coroutine[Any, Any, object]] | None" = None
     """Work that runs as long as the node."""
     is_resting: bool = False  # whether the node continues a pause that another program began
 
@@ -139,7 +139,7 @@ class Foreground:
                 await stack.enter_async_context(controlled(node, self.data_dir, None))
                 write_addresses(self.data_dir, list(node.status().addresses))
                 following = follow_addresses(self.data_dir, lambda: node.status().addresses)
-                runs = [following, *([self.beside(node)] if self.beside else [])]
+                runs = [following, *([self.companion(node)] if self.companion else [])]
                 await stack.enter_async_context(in_background(*runs))
                 has_started = await node.started()
             if node.resting is not None:

@@ -16,6 +16,7 @@ from swarmnet_protocols.directory.catalog import read_catalog
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import peer_id_of
+from swarmnet_protocols.training import MAX_WORKERS
 from swarmnet_protocols.training.job_settings import (
     DataSection,
     ExchangeSection,
@@ -27,13 +28,10 @@ from swarmnet_protocols.training.jobs import job_id, verified
 from swarmnet_protocols.training.pipeline.stages import groups
 from swarmnet_protocols.wire import workers_pb2 as pb
 
-MAX_WORKERS_READ = 1024
-"""Most records that a volunteer reads of a group's workers. Larger jobs need no volunteer."""
-
 
 @dataclass(frozen=True)
 class JobOutline:
-    """What a sealed job says about the workers that it needs."""
+    """The demand of a sealed job for workers."""
 
     id: str
     name: str
@@ -101,7 +99,7 @@ async def _with_workers(directory: Directory, outline: JobOutline) -> OpenJob:
     ended = False
     for group in outline.groups:
         workers = set()
-        for record in (await directory.lookup(f"train/{group}"))[:MAX_WORKERS_READ]:
+        for record in (await directory.lookup(f"train/{group}"))[:MAX_WORKERS]:
             with suppress(DecodeError):
                 body = pb.WorkerRecord.FromString(record.body)
                 if body.job.hex() == group and body.addresses:

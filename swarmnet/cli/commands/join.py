@@ -256,10 +256,10 @@ def host(  # noqa: PLR0913 - what a node needs, and what runs with it
     house: "House | None" = None,
     metrics: tuple[str, int] | None = None,
     page: "Callable[[Entry, Path, Supervisor], AbstractAsyncContextManager[str]] | None" = None,
-    beside: "Callable[[Supervisor], Coroutine[Any, Any, object]] | None" = None,
+    companion: "Callable[[Supervisor], Coroutine[Any, Any, object]] | None" = None,
 ) -> None:
     """Host a part of a model in the swarm of ``entry`` until the node is stopped. ``house`` pairs
-    newcomers. ``beside`` runs while the node does."""
+    newcomers. ``companion`` runs while the node does."""
     as_json = foreground.as_json
     endpoint = None
     if foreground.serve is not None:
@@ -311,7 +311,7 @@ def host(  # noqa: PLR0913 - what a node needs, and what runs with it
                 **({"endpoint": endpoint} if endpoint else {}),
             },
             is_resting=resting is not None,
-            beside=beside,
+            companion=companion,
         ).run()
 
 

@@ -137,7 +137,7 @@ class Volunteer:
 
     def _host(self, model: str) -> bool:
         options, foreground = replace(self.options, model=model), replace(self.foreground, yes=True)
-        host(self.entry, options, foreground, metrics=self.metrics, beside=self._beside_node)
+        host(self.entry, options, foreground, metrics=self.metrics, companion=self._node_companion)
         self._is_stopped = not self._is_switching
         return False
 
@@ -156,17 +156,17 @@ class Volunteer:
                 return False
             config = configured(self.entry, options, directory, job)
             config = replace(config, volunteers=self.memory.reason)
-            paused = train(config, options, beside=self._beside_worker)
+            paused = train(config, options, companion=self._worker_companion)
         return not paused and not self._is_stopped
 
-    async def _beside_node(self, node: "Supervisor") -> None:
+    async def _node_companion(self, node: "Supervisor") -> None:
         node.volunteers = self.memory.reason
         dependencies = node.dependencies
         looker = self._looker(dependencies.directory, dependencies.transport.peer_id)
         await self._until_switch(looker, lambda: node.is_online)
         node.finish(DEFAULT_GRACE_S)
 
-    async def _beside_worker(self, training: "Training") -> None:
+    async def _worker_companion(self, training: "Training") -> None:
         peer = training.peer
         looker = self._looker(training.directory, training.transport.peer_id)
         try:

@@ -241,12 +241,12 @@ def train(
     config: "WorkerConfig",
     options: WorkerOptions,
     tracking: "AbstractContextManager[Log]" = nullcontext(lambda event: None),  # noqa: B008
-    beside: "Callable[[Training], Coroutine[Any, Any, object]] | None" = None,
+    companion: "Callable[[Training], Coroutine[Any, Any, object]] | None" = None,
 ) -> bool:
     """Train a job until it is done, the owner stops the worker, or the worker must pause.
 
-    ``beside`` runs meanwhile. Return whether the worker ended for a pause: the caller then restarts
-    the program, if that frees memory, and trains again.
+    ``companion`` runs meanwhile. Return whether the worker ended for a pause: the caller then
+    restarts the program, if that frees memory, and trains again.
     """
     if options.priority == "low":
         yield_to_others()
@@ -255,7 +255,7 @@ def train(
     if may_restart() and asyncio.run(forbidden(config.limits, config.data_dir, config.round_bytes)):
         return True  # the next program rests without the job and torch
     with tracking as log, display(as_json=options.as_json) as shown:
-        return run_until_stopped(_work(config, record, shown, log, options, beside))
+        return run_until_stopped(_work(config, record, shown, log, options, companion))
 
 
 def configured(entry: Entry, options: WorkerOptions, directory: Path, job: str) -> "WorkerConfig":
@@ -301,7 +301,7 @@ async def _work(
     shown: "Display",
     log: "Log",
     options: WorkerOptions,
-    beside: "Callable[[Training], Coroutine[Any, Any, object]] | None",
+    companion: "Callable[[Training], Coroutine[Any, Any, object]] | None",
 ) -> bool:
     """Train. Return whether the worker ended for a pause."""
     from swarmnet_node.training.start import start
@@ -326,7 +326,7 @@ async def _work(
         monitoring(options.metrics, as_json=options.as_json) as monitor,
         start(config, report, shown.progress) as training,
         controlled(training.peer, config.data_dir, monitor),
-        in_background(*([beside(training)] if beside else [])),
+        in_background(*([companion(training)] if companion else [])),
     ):
         interrupts.first = lambda: training.peer.finish(0.0)
         if not options.as_json:

@@ -43,7 +43,7 @@ MAX_LINES = 60
 
 
 def violations(page: Page, *rules: str) -> list[str]:
-    """What axe finds wrong with a page, by all of its rules or by some."""
+    """Return the faults that axe finds in a page, by all of its rules or by some."""
     options: dict[str, Any] = {"resultTypes": ["violations"]}
     if rules:
         options["runOnly"] = {"type": "rule", "values": list(rules)}

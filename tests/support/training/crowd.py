@@ -161,7 +161,7 @@ class Crowd:
         await matchmaking.set_position(WorkerPosition(number + 1, member.state))
 
     def about(self) -> dict[str, Any]:
-        """What the last round came to."""
+        """Return the outcome of the last round."""
         outcomes = [member.outcome for member in self.members.values() if member.outcome is not None]
         rosters = {len(member.roster.members) for member in self.members.values() if member.roster}
         groups = {len(member.roster.groups) for member in self.members.values() if member.roster}

@@ -27,7 +27,7 @@ class MicrobatchLedger:
     chains: dict[int, tuple[PeerId, ...]] = field(default_factory=dict)
     """The workers of stages 1, 2, ... that computed each microbatch."""
     confirmed: dict[PeerId, dict[int, int]] = field(default_factory=dict)
-    """What each worker has confirmed to count."""
+    """Microbatches that each worker has confirmed to count."""
 
     def enter(self, number: int, chain: tuple[PeerId, ...], tokens: int) -> None:
         """Enter a microbatch that is home, or that came home again with other workers."""
@@ -71,7 +71,7 @@ class StepEnd:
 
 @dataclass
 class Accounts:
-    """What origins have told one worker of one round."""
+    """Lists and ends of one round, as its origins told them to one worker."""
 
     lists: dict[PeerId, dict[int, int]] = field(default_factory=dict)
     """Origin → microbatch → predicted tokens."""
