@@ -16,8 +16,8 @@ if its group is at a later round or has another state. It then asks the voters f
 state, and downloads the state that most of them have. Now it has no slot, like a new worker: it
 joins one exchange without a contribution to get one.
 
-The protocols between workers are in ``swarmnet_protocols.training``. All computation is in
-``replica.py``.
+``state_keeper.py`` does that. The protocols between workers are in ``swarmnet_protocols.training``.
+All computation is in ``replica.py``.
 """
 
 import asyncio
@@ -26,8 +26,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -38,7 +36,7 @@ from swarmnet_node.training.events import EventHandler, exchange_fields
 from swarmnet_node.training.known_workers import KnownWorkers
 from swarmnet_node.training.pipeline.pipeline import Pipeline
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
-from swarmnet_node.training.shared_state import max_state_bytes
+from swarmnet_node.training.state_keeper import StateKeeper
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport, Trainer
 from swarmnet_protocols.directory import Directory
@@ -49,22 +47,13 @@ from swarmnet_protocols.models import Progress
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
-from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.values import Values
 from swarmnet_protocols.training.job_records import job_announcement, worker_announcement
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.matchmaking import Matchmaking, NoPlace, OutOfSync
 from swarmnet_protocols.training.methods import Average
-from swarmnet_protocols.training.pacing import (
-    LEAST_WAIT_S,
-    Speed,
-    Spent,
-    Wait,
-    kept_share,
-    overlap_of,
-    steps_in_time,
-)
+from swarmnet_protocols.training.pacing import LEAST_WAIT_S, Wait, WorkerPace
 from swarmnet_protocols.training.pairs import Pairs
 from swarmnet_protocols.training.pipeline.stages import stage_key
 from swarmnet_protocols.training.rosters import Roster
@@ -73,7 +62,7 @@ from swarmnet_protocols.training.rounds.averaging import Averager
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.round_runner import Outcome, RoundContext
 from swarmnet_protocols.training.rounds.terms import RoundMember, Slice
-from swarmnet_protocols.training.state_transfer import PackedState, StateServer, fetch_state
+from swarmnet_protocols.training.state_transfer import StateServer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -86,16 +75,12 @@ ANNOUNCE_S = 20.0
 LAST_WORD_S = 2.0
 """Seconds in which a worker announces that it leaves. With more, a worker ends later when the
 directory does not answer. With less, a slow directory misses the announcement."""
-UNDECIDED_S = 1.0
-"""Seconds until the voters are asked again, after an answer without a majority."""
 LOOK_S = 5.0
 """Seconds between two looks at its own stage, while a worker waits for other stages. With less, it
 asks its stage too often. With more, it notices late that the stage has gone on without it."""
 SPARE_S = 5.0
 """Seconds until a spare worker asks again for a place. With less, many spares keep the others busy.
 With more, a place stays free for longer."""
-RETRY_DOWNLOAD_S = 5.0
-"""Seconds until another attempt to download the shared state."""
 
 
 @dataclass(frozen=True)
@@ -167,25 +152,13 @@ class Worker:
         self._slot: int | None = None
         """This worker's share of the data in the next round. None until a roster assigns one."""
         self._pending: PendingExchange | None = None
-        self._writing: asyncio.Future[Path] | None = None
-        """The checkpoint that is being written."""
         self._late = NO_STEPS
         """The work of a contribution that came too late for its round. It counts in the next."""
         self._last_exchange = 0
         self._spare = False
         """True while the job has enough workers, and this worker waits for a place."""
-        self._speed = Speed(trainer.step_s) if trainer.step_s else None
-        """This worker's measured speed. None until it is known."""
-        self._rounds_s: list[float] = []
-        """Seconds that a whole round takes the other workers."""
-        self._computed_s = 0.0
-        """Seconds of computing since the last roster."""
-        self._stepped_s = 0.0
-        """Seconds of inner steps since the last roster."""
-        self._network_s = 0.0
-        """Seconds that exchanges delayed this worker since the last roster."""
-        self._disk_s = 0.0
-        """Seconds that checkpoints delayed this worker since the last roster."""
+        method = self._method
+        self._pace = WorkerPace(method.steps_per_round, method.overlap_steps, trainer.step_s)
         self._rates = ArrivalRates()
         self._interrupted: asyncio.Future[SwarmnetError | None] = asyncio.get_running_loop().create_future()
         """Ends ``run`` at once: with an error, or with None for a pause."""
@@ -234,13 +207,30 @@ class Worker:
         )
         self._averager = Averager(context)
         self._pairs = Pairs(context, self._state_server, self._replica.codec)
+        self._keeper = StateKeeper(
+            self.job_id,
+            self._job_hash,
+            self._replica,
+            checkpoints,
+            self._workers,
+            self._matchmaking,
+            self._state_server,
+            self._transport,
+            self._timing,
+            self._pace,
+            self._compute,
+            dependencies.writer,
+            dependencies.progress,
+            self._emit,
+            self._continue_from,
+        )
 
     async def run(self) -> None:
         """Train until the last round of the job, ``stop`` or ``pause``. Then save a checkpoint.
 
         Raises the error given to ``fail``, and ``OutOfResources`` if the disk is full.
         """
-        await self._resume()
+        self.round = await self._keeper.resume()
         await self._state_server.serve()
         await self._matchmaking.serve()
         if self._pipeline is not None:
@@ -274,7 +264,7 @@ class Worker:
                         await self._leave_group()
                     if not self._interrupted.cancelled():
                         await self._save()
-                        await self._written()
+                        await self._keeper.written()
                     if failure is not None:
                         raise failure
                 finally:
@@ -317,7 +307,7 @@ class Worker:
                     # may set the round back; then the loop repeats it
                     await self._finish_exchange()
             except OutOfSync as out_of_sync:
-                await self._catch_up(out_of_sync)
+                await self._keeper.catch_up(out_of_sync, self.round, self._late.tokens)
             except NoPlace as no_place:
                 await self._wait_for_place(no_place)
         if self._pipeline is not None:
@@ -327,7 +317,7 @@ class Worker:
         elif not self._method.shares_weights:
             await self._merge_replicas()
         await self._save()
-        await self._written()
+        await self._keeper.written()
         if self._pipeline is not None and self.round >= self._job.job.rounds:
             await self._stay(self._dependencies.stay_s)
 
@@ -376,9 +366,7 @@ class Worker:
         await self._finish_exchange()
         if self.round and self._workers.is_new and self._method.shares_weights:
             # Workers that start together may begin in several groups.
-            verdict = await self._compare()
-            if isinstance(verdict, CatchUp):
-                await self._move(verdict)
+            await self._keeper.compare(self.round)
         # The slot may have been lost above. Then the contribution comes from a state that the group
         # does not have.
         if self._slot is None and not late.tokens:
@@ -409,17 +397,15 @@ class Worker:
 
     async def _join_partner(self, contribution: Values | None, report: StepReport) -> None:
         """Average with this round's partner, if the method averages in pairs."""
-        self._measure_rest()
+        self._pace.end_round()
         start_s, me, exchange = self._now(), self._transport.peer_id, self._job.exchange
         others = {each.peer: each for each in self._workers.alive()}
         roster = sorted([me, *others])
-        self._rounds_s = [each.round_s for each in others.values()]
+        self._pace.others_s = [each.round_s for each in others.values()]
         enough = len(roster) >= exchange.min_workers
         self._slot = roster.index(me) % exchange.max_workers if enough else None
         if contribution is None:
-            if isinstance(verdict := await self._compare(), CatchUp):
-                await self._move(verdict)
-            elif not enough:
+            if not await self._keeper.compare(self.round) and not enough:
                 await self._wait_for_workers(len(roster))
             return
         partners = [peer for peer in self._method.partners(self.round, roster, me) if peer != me]
@@ -454,10 +440,11 @@ class Worker:
             self._slot = None
             return None, NO_STEPS
         if self._method.kind == "parameters":
-            steps = self._steps()
-            if self._speed is not None and not self._method.shares_weights:
-                self._state_server.expect(self.round, steps * self._speed.step_s)
-            overlapped = self._overlap() if self._pending is not None else 0
+            steps = self._pace.steps
+            steps_s = self._pace.steps_s(steps)
+            if steps_s and not self._method.shares_weights:
+                self._state_server.expect(self.round, steps_s)
+            overlapped = self._pace.overlap if self._pending is not None else 0
             report = await self._inner_steps(slot, 0, overlapped)
             if overlapped < steps:
                 await self._finish_exchange()
@@ -501,54 +488,32 @@ class Worker:
         self._dependencies.given.trained(report.tokens, sample_tokens, trainer.blocks, gpu_s)
 
     async def _inner_steps(self, slot: int, first: int, end: int) -> StepReport:
-        before_s = self._computed_s
+        before_s = self._pace.spent.compute
         report = await self._compute(self._replica.steps, self.round, slot, first, end)
-        took_s = self._computed_s - before_s
-        self._stepped_s += took_s
-        if end > first:
-            self._speed = replace(self._speed or Speed(0.0), step_s=took_s / (end - first))
+        self._pace.stepped(end - first, self._pace.spent.compute - before_s)
         self._count(report)
         return report
-
-    def _steps(self) -> int:
-        """Return the number of inner steps with which all workers end this round together."""
-        most = self._method.steps_per_round
-        return most if self._speed is None else steps_in_time(self._speed, self._rounds_s, most)
-
-    def _overlap(self) -> int:
-        """Return the inner steps during the exchange of the previous round."""
-        return overlap_of(self._steps(), self._method.overlap_steps, self._method.steps_per_round)
 
     async def _form_group(self, weight: float) -> Roster:
         """Form this round's group. Return its roster.
 
         ``weight``: the tokens that this worker trained on in the round.
         """
-        spent = Spent(self._computed_s, self._network_s, self._disk_s)
-        self._measure_rest()
+        spent = self._pace.end_round()
         me = RoundMember(
             self._transport.peer_id,
             tuple(self._transport.addresses()),
             weight=weight,
             last_exchange=self._last_exchange,
-            round_s=self._round_s(),
+            round_s=self._pace.round_s,
         )
         roster = await self._matchmaking.form_group(
             me, self._workers.alive(), self._rates.bytes_per_s(), spent
         )
         self._workers.set_roster(roster.members)
         self._spare = False
-        self._rounds_s = [member.round_s for member in roster.members]
+        self._pace.others_s = [member.round_s for member in roster.members]
         return roster
-
-    def _measure_rest(self) -> None:
-        """Note the time of this round without its inner steps."""
-        if self._speed is not None and self._stepped_s:
-            self._speed = self._speed.with_rest(self._computed_s - self._stepped_s)
-        self._computed_s = self._stepped_s = self._network_s = self._disk_s = 0.0
-
-    def _round_s(self) -> float:
-        return 0.0 if self._speed is None else self._speed.round_s(self._method.steps_per_round)
 
     def _start_exchange(
         self, roster: Roster, contribution: Values | None, report: StepReport, matchmaking_s: float
@@ -565,7 +530,7 @@ class Worker:
             weight=float(report.tokens),
             codec=self._replica.codec,
             state=self._matchmaking.position.state,
-            spread_s=0.0 if is_last or self._speed is None else self._overlap() * self._speed.step_s,
+            spread_s=0.0 if is_last else self._pace.steps_s(self._pace.overlap),
             groups=roster.groups,
         )
         self._last_exchange = roster.exchange_number
@@ -582,7 +547,7 @@ class Worker:
             return
         start_s = self._now()
         outcome = await asyncio.shield(pending.task)  # a pause lets it end
-        self._network_s += self._now() - start_s
+        self._pace.spend(network=self._now() - start_s)
         wait_s = pending.matchmaking_s + self._now() - start_s
         slowest = outcome.waited
         if slowest is not None:  # a transfer during inner steps keeps nobody waiting
@@ -634,12 +599,21 @@ class Worker:
     async def _apply(self, round: int, average: Average | None, delivered: Sequence[Slice] = ()) -> None:
         """Apply the outcome of ``round``, and publish the state after it."""
         if self._method.kind != "gradients":  # the outer step changes the state in place
-            await self._written()
-            await self._state_server.withdraw(None if self._method.kind == "scalars" else self._spill)
+            await self._keeper.withdraw()
         await self._compute(self._replica.apply, round, average, delivered)
         if self._pipeline is not None:
             await self._pipeline.advance(round + 1)
-        await self._publish_state()
+        await self._keeper.publish(self.round)
+
+    async def _continue_from(self, round: int) -> None:
+        """Continue from ``round``, whose state was loaded."""
+        self.round, self._slot = round, None
+        if self._pipeline is not None:
+            await self._pipeline.advance(round)
+
+    async def _save(self) -> None:
+        """Save the state after the rounds whose exchange is over."""
+        await self._keeper.save(self.round if self._pending is None else self._pending.round)
 
     async def _merge_replicas(self) -> None:
         """Average the replicas at the end of a job whose workers keep different parameters.
@@ -665,7 +639,7 @@ class Worker:
         )
         if outcome.average is not None:
             await self._compute(self._replica.merge, outcome.average)
-            await self._publish_state()
+            await self._keeper.publish(self.round)
         exchange_s = round(self._now() - start_s, 3)
         self._emit(
             "merge",
@@ -675,116 +649,6 @@ class Worker:
             params_hash=await self._compute(self._replica.params_hash),
             **exchange_fields(outcome),
         )
-
-    # ---- the shared state -----------------------------------------------------------------------
-
-    async def _resume(self) -> None:
-        """Load the newest checkpoint, or keep the job's initial parameters."""
-        saved = await self._compute(self._checkpoints.load_newest, self.job_id)
-        if saved is not None:
-            self.round = saved.round
-            self._workers.exclude(saved.excluded)
-            await self._compute(self._replica.restore, saved)
-        else:
-            self._workers.started_s = self._now()
-        await self._publish_state()
-
-    async def _compare(self) -> CatchUp | Stay:
-        matchmaking, same_state = self._matchmaking, self._method.shares_weights
-        return await self._workers.compare(matchmaking.position, matchmaking.positions, same_state=same_state)
-
-    async def _catch_up(self, out_of_sync: OutOfSync) -> None:
-        """Move to the round and state that most workers have.
-
-        ``out_of_sync`` is one worker's claim, so it decides nothing.
-        """
-        await self._workers.refresh(at_once=True)
-        verdict = await self._compare()
-        if isinstance(verdict, CatchUp):
-            await self._move(verdict)
-            return
-        claimed = out_of_sync.position.round
-        reason = f"{out_of_sync}, but a majority of the last roster does not confirm it"
-        self._emit("heal_failed", round=claimed, reason=reason)
-        if verdict.is_settled and claimed > self.round + 1:
-            self._workers.distrust(out_of_sync.peer)
-        else:
-            await asyncio.sleep(UNDECIDED_S)
-
-    async def _move(self, verdict: CatchUp) -> None:
-        """Download the state of ``verdict``, and continue from there."""
-        start_s = self._now()
-        here, there = self._matchmaking.position, verdict.position
-        if self.round and there.round > self.round + 2:
-            await self._save()
-            await self._written()
-            await self._compute(self._checkpoints.set_aside)
-        # Workers that ask for the position during the download get the new one, and wait.
-        await self._matchmaking.set_position(there)
-        try:
-            data, dropped = await fetch_state(
-                self._transport,
-                self._job_hash,
-                there.state,
-                self._workers.sources(verdict.peers, only=not self._method.shares_weights),
-                self._timing,
-                max_bytes=max_state_bytes(self._replica.trainer.parameter_count),
-                on_bytes=partial(self._dependencies.progress, "fetching the state"),
-            )
-        except SwarmnetError as error:
-            # The sources may have replaced the state meanwhile. The next matchmaking tells which
-            # state is current.
-            await self._matchmaking.set_position(here)
-            self._emit("heal_failed", round=there.round, reason=str(error))
-            await asyncio.sleep(RETRY_DOWNLOAD_S)
-            return
-        keep = kept_share(there.round - here.round) if self._late.tokens else 0.0
-        await self._compute(self._replica.load_shared, data, keep)
-        self.round, self._slot, self._pending = there.round, None, None
-        if self._pipeline is not None:
-            await self._pipeline.advance(self.round)
-        await self._publish_state()
-        self._emit(
-            "healed",
-            round=self.round,
-            bytes=len(data),
-            late_tokens=self._late.tokens,
-            seconds=round(self._now() - start_s, 3),
-            dropped=[{"peer_id": peer, "reason": why} for peer, why in dropped.items()],
-        )
-
-    async def _publish_state(self) -> None:
-        """Offer the current shared state for download, and announce its hash in matchmaking."""
-        packed = await self._compute(lambda: PackedState.of(self._replica.pack_shared()))
-        state = self._state_server.offer(packed)
-        await self._matchmaking.set_position(WorkerPosition(self.round, state))
-
-    async def _save(self) -> None:
-        """Copy the state after the rounds whose exchange is over, and start to write it."""
-        await self._written()
-        done = self.round if self._pending is None else self._pending.round
-        excluded = tuple(self._workers.excluded)
-        saved = await self._compute(
-            lambda: self._checkpoints.set_apart(self._replica.checkpoint(self.job_id, done, excluded))
-        )
-        self._writing = asyncio.get_running_loop().run_in_executor(
-            self._dependencies.writer, self._checkpoints.save, saved, self._replica.trainer.write
-        )
-        if self._method.kind == "scalars":  # the next probes change its weights
-            await self._written()
-
-    async def _written(self) -> None:
-        """Wait until the last checkpoint is on the disk. Raises ``OutOfResources``."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            start_s = self._now()
-            await writing
-            self._disk_s += self._now() - start_s
-
-    async def _spill(self, pieces: Sequence[memoryview]) -> memoryview:
-        """Return a copy of a state on the disk, for peers that are downloading it."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._dependencies.writer, self._checkpoints.spill, pieces)
 
     # ---- helpers --------------------------------------------------------------------------------
 
@@ -805,7 +669,7 @@ class Worker:
             self._group_id,
             self._transport.addresses(),
             self._matchmaking.position,
-            self._round_s(),
+            self._pace.round_s,
             spare=self._spare,
         )
         yield job_announcement(self._sealed)
@@ -825,5 +689,5 @@ class Worker:
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         result = await loop.run_in_executor(self._dependencies.executor, lambda: function(*args, **kwargs))
-        self._computed_s += loop.time() - start_s
+        self._pace.spend(compute=loop.time() - start_s)
         return result

@@ -7,7 +7,7 @@ weighted by tokens, so fewer steps count for less.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
@@ -110,3 +110,60 @@ def overlap_of(steps: int, overlap: int, most: int) -> int:
     round.
     """
     return steps if overlap >= most else min(-(-overlap * steps // most), steps - 1)
+
+
+class WorkerPace:
+    """The pace of one worker: its own speed, that of the others, and what delayed it."""
+
+    def __init__(self, most: int, most_overlap: int, step_s: float) -> None:
+        """Begin with seconds of an inner step that are known, or 0.
+
+        ``most``: the inner steps of a round in the job. ``most_overlap``: how many of these the
+        method lets run during an exchange.
+        """
+        self.spent = NOTHING
+        """What this worker spent since the last roster."""
+        self.others_s: Sequence[float] = ()
+        """Seconds that ``most`` inner steps take each other worker; 0 for an unknown time."""
+        self._most = most
+        self._most_overlap = most_overlap
+        self._speed = Speed(step_s) if step_s else None
+        self._stepped_s = 0.0
+
+    def spend(self, compute: float = 0.0, network: float = 0.0, disk: float = 0.0) -> None:
+        """Add seconds that computing took, or by which network or disk delayed this worker."""
+        spent = self.spent
+        self.spent = Spent(spent.compute + compute, spent.network + network, spent.disk + disk)
+
+    def stepped(self, steps: int, seconds: float) -> None:
+        """Note the time of inner steps. They are a part of ``spent.compute``."""
+        self._stepped_s += seconds
+        if steps:
+            self._speed = replace(self._speed or Speed(0.0), step_s=seconds / steps)
+
+    def end_round(self) -> Spent:
+        """Return what this worker spent on the round, and begin the next."""
+        spent = self.spent
+        if self._speed is not None and self._stepped_s:
+            self._speed = self._speed.with_rest(spent.compute - self._stepped_s)
+        self.spent, self._stepped_s = NOTHING, 0.0
+        return spent
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of a round with all inner steps, or 0 until the speed is known."""
+        return 0.0 if self._speed is None else self._speed.round_s(self._most)
+
+    @property
+    def steps(self) -> int:
+        """Inner steps with which all workers end this round together."""
+        return self._most if self._speed is None else steps_in_time(self._speed, self.others_s, self._most)
+
+    @property
+    def overlap(self) -> int:
+        """Inner steps during the exchange of the previous round."""
+        return overlap_of(self.steps, self._most_overlap, self._most)
+
+    def steps_s(self, steps: int) -> float:
+        """Return the seconds of inner steps, or 0 until the speed is known."""
+        return 0.0 if self._speed is None else steps * self._speed.step_s
