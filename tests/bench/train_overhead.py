@@ -28,6 +28,7 @@ from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
 from swarmnet_node.training.model import build_model
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.job_templates import template
 from swarmnet_protocols.training.jobs import parse_job
@@ -122,7 +123,7 @@ def main() -> None:
     job = parse_job(text.encode()).job
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)
-        trainer = Trainer.open(job, cache_dir=cache, available_bytes=1 << 40, device=torch.device("cpu"))
+        trainer = Trainer.open(job, TrainingMachine(cache, 1 << 40))
         if arguments.checkpoints:
             found = with_checkpoints(job, trainer, cache, arguments.rounds, arguments.steps)
             print(json.dumps({"bench": "train_overhead --checkpoints", **found}))

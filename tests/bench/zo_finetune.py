@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from swarmnet_node.training.data.corpus import Sequences
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.job_settings import Job
@@ -103,7 +104,7 @@ def main() -> None:
     codec = get_codec("log8")
     with tempfile.TemporaryDirectory() as folder:
         cache = arguments.cache_dir or Path(folder)
-        trainer = Trainer.open(job, cache_dir=cache, available_bytes=1 << 40, device=torch.device("cpu"))
+        trainer = Trainer.open(job, TrainingMachine(cache, 1 << 40))
         replica = Replica(job, trainer)
         first = losses_of_samples(replica)
         round_bytes = bytes_of_a_round(arguments.workers, arguments.steps)

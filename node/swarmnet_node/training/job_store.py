@@ -136,6 +136,7 @@ def check_job(
 
     from swarmnet_node.training.data.corpus import open_source, tokenizer_of
     from swarmnet_node.training.model import check_model, checkpoint_of, with_cuts
+    from swarmnet_node.training.steps.training_machine import TrainingMachine
 
     job = with_cuts(job, cache_dir)
     tokenizer = tokenizer_of(job.data, cache_dir, progress)
@@ -144,16 +145,8 @@ def check_job(
         read = None if source.needs_path else open_source(job.data, source, tokenizer, cache_dir, progress)
         hashes.append(None if read is None or source.is_own else (read.digest, read.size_bytes))
     stages = [None] if job.stages is None else range(job.stages.count)
-    needs = [
-        check_model(
-            job,
-            vocab_size=tokenizer.vocab_size,
-            available_bytes=psutil.virtual_memory().total,
-            cache_dir=cache_dir,
-            stage=stage,
-        )
-        for stage in stages
-    ]
+    machine = TrainingMachine(cache_dir, psutil.virtual_memory().total)
+    needs = [check_model(job, machine, vocab_size=tokenizer.vocab_size, stage=stage) for stage in stages]
     tell(max(needs, key=lambda each: each.total_bytes))
     manifest = checkpoint_of(job.model, cache_dir).manifest.hash if job.model.is_checkpoint else None
     return job.about(hashes, manifest)

@@ -22,8 +22,8 @@ from transformers.utils import logging
 
 from swarmnet_node.training.initial_weights import draw_weights
 from swarmnet_node.training.steps.expert_balance import BIAS, share_biases
-from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_node.training.steps.subspace import check_subspace, numbers_in_subspace
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.models import LocalModel, Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, WeightForm
@@ -242,11 +242,9 @@ def _not_cut(where: str, why: str) -> JobError:
 
 def check_model(
     job: Job,
+    machine: TrainingMachine,
     *,
     vocab_size: int,
-    available_bytes: int,
-    cache_dir: Path,
-    memory: MemoryOptions = AUTOMATIC,
     stage: int | None = None,
 ) -> MemoryNeeds:
     """Return the memory that a worker needs, from headers alone.
@@ -254,7 +252,7 @@ def check_model(
     ``stage``: the worker's stage, in a job that has stages. Raises ``JobError`` if the model does
     not fit the data or the memory.
     """
-    config = model_config(job.model, cache_dir)
+    config, memory = model_config(job.model, machine.cache_dir), machine.memory
     where = "checkpoint" if job.model.is_checkpoint else "config"
     if config.vocab_size < vocab_size:
         raise JobError(
@@ -283,7 +281,7 @@ def check_model(
         )
         boundaries = boundary_bytes(job, config)
     if job.model.is_lora:
-        local, quantized = checkpoint_of(job.model, cache_dir), PRECISIONS.get(job.model.weights)
+        local, quantized = checkpoint_of(job.model, machine.cache_dir), PRECISIONS.get(job.model.weights)
         if quantized is not None and local.precision.upper() not in {each.name for each in UNQUANTIZED}:
             raise JobError(
                 "model",
@@ -295,11 +293,11 @@ def check_model(
         frozen_bytes = local.whole_bytes(quantized)
     each_bytes = bytes_per_parameter(job, eight_bit=memory.optimizer_states == "8bit")
     needs = MemoryNeeds(count, trained, frozen_bytes, round(trained * each_bytes), activations, boundaries)
-    if needs.total_bytes > available_bytes:
+    if needs.total_bytes > machine.available_bytes:
         raise JobError(
             "model",
             where,
-            f"has {needs}, and {available_bytes / 2**30:.1f} GiB are available",
+            f"has {needs}, and {machine.available_bytes / 2**30:.1f} GiB are available",
             hint='allow more memory, or train a smaller model, an adapter (train = "lora") or a smaller microbatch',
         )
     return needs

@@ -361,6 +361,7 @@ class Training:
         from swarmnet_node.training.checkpoint import Kept
         from swarmnet_node.training.steps.stage_trainer import StageTrainer
         from swarmnet_node.training.steps.trainer import Trainer
+        from swarmnet_node.training.steps.training_machine import TrainingMachine
         from swarmnet_protocols.machine.devices import limit_memory, pick_device
 
         config, opened = self.config, open_job(self.sealed)
@@ -384,18 +385,12 @@ class Training:
             limits = self.peer.limits()
             limit_memory(device, limits.max_gpu_mem)
             job = config.files.applied_to(opened.job, stage)
-            options: dict[str, Any] = {
-                "cache_dir": config.cache_dir,
-                "available_bytes": _available_bytes(limits),
-                "device": device,
-                "memory": config.memory,
-                "progress": progress,
-                "peers": peers,
-                "tell": tell,
-            }
+            machine = TrainingMachine(
+                config.cache_dir, _available_bytes(limits), device, config.memory, progress, peers, tell
+            )
             if stage is not None:
-                return StageTrainer.open(job, stage, **options)
-            trainer = Trainer.open(job, **options)
+                return StageTrainer.open(job, stage, machine)
+            trainer = Trainer.open(job, machine)
             if opened.job.make_method().kind == "parameters":
                 trainer.time_step()
             return trainer

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from swarmnet_node.training.collecting import fetch_stages, write_collected
 from swarmnet_node.training.shared_state import SharedState
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.timing import Timing
@@ -41,13 +42,7 @@ def collect(job: Job, stages: int, folder: Path) -> list[int]:
         board = MemoryBoard(network, lambda: EPOCH + asyncio.get_running_loop().time())
         async with AsyncExitStack() as stack:
             for stage, group in enumerate(groups(JOB, STAGES)[:stages]):
-                trainer = StageTrainer.open(
-                    job,
-                    stage,
-                    cache_dir=folder / "cache",
-                    available_bytes=1 << 30,
-                    device=torch.device("cpu"),
-                )
+                trainer = StageTrainer.open(job, stage, TrainingMachine(folder / "cache", 1 << 30))
                 identity = Identity.from_seed(str(stage).encode())
                 transport = await stack.enter_async_context(network.transport(identity.peer_id))
                 server = StateServer(transport, bytes.fromhex(group), Timing())

@@ -12,6 +12,7 @@ from swarmnet_node.training import known_workers
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.known_workers import NEW_S
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import CatchUp, WorkerPosition
 from swarmnet_protocols.training.jobs import open_job
@@ -29,12 +30,8 @@ def forge(lab: WorkerLab, victim: str, name: str) -> None:
     job = open_job(lab.sealed)
     saved = CheckpointStore(lab.folder / victim).load_newest(job.id)
     assert saved is not None
-    trainer = Trainer.open(
-        lab.files.applied_to(job.job),
-        cache_dir=lab.folder / "cache",
-        available_bytes=1 << 33,
-        device=torch.device("cpu"),
-    )
+    machine = TrainingMachine(lab.folder / "cache", 1 << 33)
+    trainer = Trainer.open(lab.files.applied_to(job.job), machine)
     weights = torch.full_like(saved.parameters, FORGED)
     forged = dataclasses.replace(saved, round=CLAIMED, revision=CLAIMED, parameters=weights)
     CheckpointStore(lab.folder / name).save(forged, trainer.write)

@@ -11,6 +11,7 @@ import torch
 from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.jobs import open_job
@@ -152,9 +153,7 @@ class StageLab(WorkerLab):
         assert {key: len(values) for key, values in hashes.items()} == dict.fromkeys(hashes, 1)
 
     def trainer(self, name: str, job: Job, compute: TimedExecutor) -> Trainer | StageTrainer:
-        return _UnwrittenStage.open(
-            job, stage_of(name), cache_dir=self.folder / "cache", available_bytes=1 << 33, device=CPU
-        )
+        return _UnwrittenStage.open(job, stage_of(name), TrainingMachine(self.folder / "cache", 1 << 33))
 
     def losses(self) -> dict[int, float]:
         """The loss of each round: the mean of all workers of stage 0, by tokens."""
@@ -181,7 +180,7 @@ def names(workers: Mapping[int, int]) -> list[str]:
 
 def whole_losses(job: Job, folder: Path, slots: int, rounds: int) -> list[float]:
     """The losses of one process that trains on the batches of all slots."""
-    trainer = Trainer.open(job, cache_dir=folder / "cache", available_bytes=1 << 33, device=CPU)
+    trainer = Trainer.open(job, TrainingMachine(folder / "cache", 1 << 33))
     losses: list[float] = []
     for number in range(rounds):
         found: list[Any] = [trainer.gradient(number, 0, slot) for slot in range(slots)]

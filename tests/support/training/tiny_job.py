@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.training.job_settings import Job
 
@@ -47,10 +46,5 @@ def for_others(job: Job, manifest: bytes | None = None) -> Job:
 
 
 def tiny_trainer(folder: Path, progress: Progress = lambda *_: None, **changes: dict[str, Any]) -> Trainer:
-    return Trainer.open(
-        tiny_job(folder, **changes),
-        cache_dir=folder / "cache",
-        available_bytes=1 << 30,
-        device=torch.device("cpu"),
-        progress=progress,
-    )
+    machine = TrainingMachine(folder / "cache", 1 << 30, progress=progress)
+    return Trainer.open(tiny_job(folder, **changes), machine)

@@ -15,6 +15,7 @@ from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.job_store import LocalFiles, check_job
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_node.training.worker import Worker, WorkerDependencies
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
@@ -167,9 +168,7 @@ class WorkerLab:
 
     def trainer(self, name: str, job: Job, compute: TimedExecutor) -> Trainer | StageTrainer:
         """Make the trainer of a worker."""
-        trainer = _TimedTrainer.open(
-            job, cache_dir=self.folder / "cache", available_bytes=1 << 33, device=torch.device("cpu")
-        )
+        trainer = _TimedTrainer.open(job, TrainingMachine(self.folder / "cache", 1 << 33))
         trainer.takes(lambda: self.step_s.get(name, 0.0), compute)
         return trainer
 

@@ -7,26 +7,21 @@
 3. The gradient is a sum over tokens. ``apply_gradient`` takes it divided by the step's tokens.
 """
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from swarmnet_node.training.data.corpus import open_corpus
 from swarmnet_node.training.data.sampler import Batches, inputs_of, loss_sum
-from swarmnet_node.training.model import check_model, checkpoint_of
 from swarmnet_node.training.stage_model import StageModel, build_stage
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
-from swarmnet_node.training.steps.trained_model import TrainedModel, check_options
+from swarmnet_node.training.steps.trained_model import TrainedModel, check_start, start_of
 from swarmnet_node.training.steps.trainer import StepReport
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.training.job_settings import Job
-from swarmnet_protocols.training.memory_needs import MemoryNeeds
-
-if TYPE_CHECKING:
-    from swarmnet_protocols.fetching.peers import SwarmPeers
 
 
 class StageTrainer(TrainedModel):
@@ -76,39 +71,20 @@ class StageTrainer(TrainedModel):
         return gradient.div_(max(1, self.report.tokens)), self.report
 
     @classmethod
-    def open(  # noqa: PLR0913 - a job, and the machine that trains it
-        cls,
-        job: Job,
-        stage: int,
-        *,
-        cache_dir: Path,
-        available_bytes: int,
-        device: torch.device,
-        memory: MemoryOptions = AUTOMATIC,
-        progress: Progress = lambda *_: None,
-        peers: "SwarmPeers | None" = None,
-        tell: Callable[[MemoryNeeds], None] = lambda needs: None,
-    ) -> Self:
+    def open(cls, job: Job, stage: int, machine: TrainingMachine) -> Self:
         """Return a trainer with the stage's initial parameters. As ``Trainer.open``.
 
         Only stage 0 reads the data.
         """
-        check_options(job, memory)
-        local = checkpoint_of(job.model, cache_dir, progress, peers) if job.model.is_checkpoint else None
+        cache_dir, device, progress = machine.cache_dir, machine.device, machine.progress
+        local = start_of(job, machine)
         corpus = None if stage else open_corpus(job.data, cache_dir, progress)
-        tell(
-            check_model(
-                job,
-                vocab_size=0 if corpus is None else corpus.vocab_size,
-                available_bytes=available_bytes,
-                cache_dir=cache_dir,
-                memory=memory,
-                stage=stage,
-            )
-        )
+        check_start(job, machine, local, 0 if corpus is None else corpus.vocab_size, stage)
         model = build_stage(job, stage, cache_dir, progress, local=local)
         batches = None if corpus is None else Batches.of(job, corpus)
-        trainer = cls(job, stage, model, batches=batches, device=device, memory=memory, progress=progress)
+        trainer = cls(
+            job, stage, model, batches=batches, device=device, memory=machine.memory, progress=progress
+        )
         trainer.local = local
         return trainer
 

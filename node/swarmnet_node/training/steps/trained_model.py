@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnet_node.training.model import check_flat, trained_parameters, write_model
+from swarmnet_node.training.model import (
+    check_flat,
+    check_model,
+    checkpoint_of,
+    trained_parameters,
+    write_model,
+)
 from swarmnet_node.training.steps.expert_balance import ExpertBalance
 from swarmnet_node.training.steps.flat_model import FlatModel
 from swarmnet_node.training.steps.inner_optimizer import InnerOptimizer, check_packages
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, Progress
 from swarmnet_protocols.training.job_settings import Job, StagesSection, TrainingSection
@@ -42,6 +49,29 @@ def check_options(job: Job, memory: MemoryOptions) -> None:
             hint="leave out --precision",
         )
     check_packages(job.training, eight_bit=memory.optimizer_states == "8bit")
+
+
+def start_of(job: Job, machine: TrainingMachine) -> LocalModel | None:
+    """Return the checkpoint that a job starts from, or None. No weight is loaded.
+
+    Raises ``ConfigError`` for options about memory that do not fit the job.
+    """
+    check_options(job, machine.memory)
+    if not job.model.is_checkpoint:
+        return None
+    return checkpoint_of(job.model, machine.cache_dir, machine.progress, machine.peers)
+
+
+def check_start(
+    job: Job, machine: TrainingMachine, local: LocalModel | None, vocab_size: int, stage: int | None = None
+) -> None:
+    """Tell the machine what the job needs, and limit the weights of ``local`` on its disk.
+
+    Raises ``JobError`` for a model that this machine cannot train.
+    """
+    disk_bytes = machine.tell(check_model(job, machine, vocab_size=vocab_size, stage=stage))
+    if local is not None:
+        local.parts.max_disk_bytes = disk_bytes
 
 
 def learning_rate(training: TrainingSection, step: int, total_steps: int) -> float:

@@ -1,10 +1,8 @@
 """The inner loop: optimizer steps of one worker on the samples of its slot."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -13,18 +11,15 @@ from transformers.modeling_utils import PreTrainedModel
 
 from swarmnet_node.training.data.corpus import Corpus, open_corpus
 from swarmnet_node.training.data.sampler import Batches, inputs_of, loss_sum, target_count
-from swarmnet_node.training.model import build_model, check_model, checkpoint_of
+from swarmnet_node.training.model import build_model
 from swarmnet_node.training.steps.memory_options import AS_STORED, AUTOMATIC, MemoryOptions
 from swarmnet_node.training.steps.privacy import Privacy
 from swarmnet_node.training.steps.probes import Shift, perturbed
-from swarmnet_node.training.steps.trained_model import TrainedModel, check_options
+from swarmnet_node.training.steps.trained_model import TrainedModel, check_start, start_of
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.training.job_settings import Job, JobError
-from swarmnet_protocols.training.memory_needs import MemoryNeeds
 from swarmnet_protocols.training.methods import ZeroOrder
-
-if TYPE_CHECKING:
-    from swarmnet_protocols.fetching.peers import SwarmPeers
 
 
 @dataclass(frozen=True)
@@ -63,43 +58,20 @@ class Trainer(TrainedModel):
             )
 
     @classmethod
-    def open(  # noqa: PLR0913 - a job, and the machine that trains it
-        cls,
-        job: Job,
-        *,
-        cache_dir: Path,
-        available_bytes: int,
-        device: torch.device,
-        memory: MemoryOptions = AUTOMATIC,
-        progress: Progress = lambda *_: None,
-        peers: "SwarmPeers | None" = None,
-        tell: Callable[[MemoryNeeds], int | None] = lambda needs: None,
-    ) -> Self:
+    def open(cls, job: Job, machine: TrainingMachine) -> Self:
         """Return a trainer with the job's initial parameters.
 
-        ``peers`` provide missing weights. ``tell`` gets the memory needs before a weight is loaded,
-        and returns the most bytes of model files on the disk, or None for no limit.
         Raises ``JobError`` for data or a model that this machine cannot train, and ``ConfigError``
         for options about memory that do not fit the job.
         """
-        method = job.make_method()
-        check_options(job, memory)
-        local = checkpoint_of(job.model, cache_dir, progress, peers) if job.model.is_checkpoint else None
+        cache_dir, device, progress = machine.cache_dir, machine.device, machine.progress
+        local = start_of(job, machine)
         corpus = open_corpus(job.data, cache_dir, progress)
-        needs = check_model(
-            job,
-            vocab_size=corpus.vocab_size,
-            available_bytes=available_bytes,
-            cache_dir=cache_dir,
-            memory=memory,
-        )
-        disk_bytes = tell(needs)
-        if local is not None:
-            local.parts.max_disk_bytes = disk_bytes
-        seed = job.job.seed
+        check_start(job, machine, local, corpus.vocab_size)
+        method, seed = job.make_method(), job.job.seed
         dtype = method.dtype if isinstance(method, ZeroOrder) else torch.float32
         model = build_model(job.model, seed, cache_dir, progress, device=device, local=local, dtype=dtype)
-        trainer = cls(job, corpus, model, device=device, memory=memory, progress=progress)
+        trainer = cls(job, corpus, model, device=device, memory=machine.memory, progress=progress)
         trainer.local = local
         return trainer
 

@@ -15,6 +15,7 @@ from swarmnet_node.training.steps.inner_optimizer import InnerOptimizer
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_node.training.steps.trained_model import learning_rate
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.training.job_settings import JobError, TrainingSection
 from swarmnet_protocols.training.job_templates import template
@@ -123,9 +124,9 @@ def test_a_torch_without_muon_is_told_to_upgrade(tmp_path: Path, monkeypatch: py
 def test_packages_are_checked_before_data_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
     job = tiny_job(tmp_path, data={"path": "nowhere"})
-    options: dict[str, Any] = {"cache_dir": tmp_path, "available_bytes": 1, "device": torch.device("cpu")}
+    machine = TrainingMachine(tmp_path, 1, memory=MemoryOptions(optimizer_states="8bit"))
     with pytest.raises(ConfigError, match="bitsandbytes") as refused:
-        Trainer.open(job, memory=MemoryOptions(optimizer_states="8bit"), **options)
+        Trainer.open(job, machine)
     assert "pip install bitsandbytes" in refused.value.hint
 
 

@@ -9,6 +9,7 @@ import torch
 
 from swarmnet_node.training.steps.memory_options import MemoryOptions
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.errors import ConfigError
 from tests.support.training.tiny_job import CONFIG, tiny_job, tiny_trainer
 from tests.unit.node.training.test_expert_balance import biases, with_experts
@@ -17,13 +18,8 @@ STEPS = 5
 
 
 def _trainer(folder: Path, memory: MemoryOptions, **changes: dict[str, Any]) -> Trainer:
-    return Trainer.open(
-        tiny_job(folder, **changes),
-        cache_dir=folder / "cache",
-        available_bytes=1 << 30,
-        device=torch.device("cpu"),
-        memory=memory,
-    )
+    machine = TrainingMachine(folder / "cache", 1 << 30, memory=memory)
+    return Trainer.open(tiny_job(folder, **changes), machine)
 
 
 @pytest.mark.parametrize("memory", [MemoryOptions(recompute=True), MemoryOptions(optimizer_states="cpu")])

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from swarmnet_node.training.job_store import check_job
 from swarmnet_node.training.model import STAGE_FILE, read_model
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.training.job_settings import Job, JobError
 from swarmnet_protocols.training.memory_needs import MemoryNeeds
 from swarmnet_protocols.training.pipeline.stages import balanced_cuts
@@ -56,10 +57,8 @@ GRANITE = LLAMA | {"model_type": "granite", "embedding_multiplier": 12.0, "logit
 
 def stages_of(job: Job, folder: Path) -> list[StageTrainer]:
     assert job.stages is not None
-    return [
-        StageTrainer.open(job, stage, cache_dir=folder / "cache", available_bytes=1 << 30, device=CPU)
-        for stage in range(job.stages.count)
-    ]
+    machine = TrainingMachine(folder / "cache", 1 << 30)
+    return [StageTrainer.open(job, stage, machine) for stage in range(job.stages.count)]
 
 
 def around(trainers: list[StageTrainer], batch: torch.Tensor) -> torch.Tensor:
@@ -176,9 +175,7 @@ def test_create_states_the_memory_of_the_largest_stage(tmp_path: Path) -> None:
         StageTrainer.open(
             job.model_copy(update={"stages": checked.stages}),
             1,
-            cache_dir=tmp_path / "cache",
-            available_bytes=told[0].total_bytes - 1,
-            device=CPU,
+            TrainingMachine(tmp_path / "cache", told[0].total_bytes - 1),
         )
 
 

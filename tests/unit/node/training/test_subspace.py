@@ -10,6 +10,7 @@ import torch
 from swarmnet_node.training.model import build_model, check_model, with_cuts
 from swarmnet_node.training.stage_model import build_stage
 from swarmnet_node.training.steps.subspace import FAMILIES, enter_subspace
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.training.job_settings import Job, JobError
 from tests.support.models.rounding import assert_near
 from tests.support.training.tiny_job import CONFIG, tiny_job
@@ -60,7 +61,7 @@ def test_stated_memory_is_that_of_a_stage_in_its_subspace(tmp_path: Path) -> Non
     job = job_of(tmp_path, config_of("llama"))
     positions = job.training.batch_size * job.data.sequence_length
     for stage in range(4):
-        needs = check_model(job, vocab_size=256, available_bytes=1 << 40, cache_dir=tmp_path, stage=stage)
+        needs = check_model(job, TrainingMachine(tmp_path, 1 << 40), vocab_size=256, stage=stage)
         model = build_stage(job, stage, tmp_path)
         assert needs.trained == sum(each.numel() for each in model.parameters())
         assert model.subspace is not None

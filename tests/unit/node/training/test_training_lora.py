@@ -1,6 +1,7 @@
 """Jobs that train an adapter: as PEFT in one process, on frozen weights in every form."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
 from swarmnet_node.training.model import build_model, check_model, checkpoint_of, trained_parameters
 from swarmnet_node.training.steps.trained_model import learning_rate
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.partial_model import weight_bytes
 from swarmnet_protocols.quantization.precisions import PRECISIONS
@@ -126,18 +128,18 @@ def test_an_adapter_begins_from_the_seed(base: Path, tmp_path: Path) -> None:
 def test_the_stated_bytes_are_those_of_the_model(base: Path, tmp_path: Path, weights: str) -> None:
     told: list[MemoryNeeds] = []
     job = tiny_job(tmp_path, model=lora(base, weights=weights))
-    options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "device": torch.device("cpu")}
-    trainer = Trainer.open(job, available_bytes=1 << 30, tell=told.append, **options)
+    machine = TrainingMachine(tmp_path / "cache", 1 << 30, tell=told.append)
+    trainer = Trainer.open(job, machine)
     frozen = weight_bytes(trainer._model) - 4 * TRAINED
     assert (told[0].trained, told[0].frozen_bytes) == (TRAINED, pytest.approx(frozen, rel=0.1))
     with pytest.raises(JobError, match=f"an adapter of {TRAINED:,} parameters: .*GiB are available"):
-        Trainer.open(job, available_bytes=told[0].total_bytes - 1, **options)
+        Trainer.open(job, replace(machine, available_bytes=told[0].total_bytes - 1))
 
 
 def test_unknown_targets_and_packed_weights_are_refused(base: Path, tmp_path: Path) -> None:
     def check(model: dict[str, Any]) -> Callable[[], MemoryNeeds]:
         job = tiny_job(tmp_path, model=model)
-        return lambda: check_model(job, vocab_size=2, available_bytes=1 << 30, cache_dir=tmp_path / "cache")
+        return lambda: check_model(job, TrainingMachine(tmp_path / "cache", 1 << 30), vocab_size=2)
 
     with pytest.raises(JobError, match=r"'targets' in .model. is wrong") as caught:
         check(lora(base, targets=["nowhere"]))()

@@ -22,6 +22,7 @@ from swarmnet_node.training.model import (
 )
 from swarmnet_node.training.steps.trained_model import learning_rate
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.training.job_settings import Job, JobError, TrainingSection
 from swarmnet_protocols.training.job_templates import template
@@ -284,21 +285,21 @@ def test_the_standard_task_has_the_documented_size(tmp_path: Path) -> None:
     job = parse_job(template("diloco").encode()).job
     count = parameter_count(model_config(job.model, tmp_path))
     assert count == pytest.approx(1.3e6, rel=0.02)
-    needs = check_model(job, vocab_size=256, available_bytes=1 << 40, cache_dir=tmp_path)
+    needs = check_model(job, TrainingMachine(tmp_path, 1 << 40), vocab_size=256)
     assert (needs.trained, needs.trained_bytes) == (count, 24 * count)
     needed = needs.total_bytes
     file = parse_job(template("diloco").encode())
     line = 1 + template("diloco").splitlines().index("[model.config]")
     with pytest.raises(ConfigError, match=rf"job\.toml:{line}: .*GiB of memory"), file.naming_lines():
-        check_model(job, vocab_size=256, available_bytes=needed - 1, cache_dir=tmp_path)
+        check_model(job, TrainingMachine(tmp_path, needed - 1), vocab_size=256)
 
 
 def test_a_job_without_gradients_needs_less_memory(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, method={"name": "zo", "settings": {}})
-    needs = check_model(job, vocab_size=256, available_bytes=1 << 40, cache_dir=tmp_path)
+    needs = check_model(job, TrainingMachine(tmp_path, 1 << 40), vocab_size=256)
     assert (needs.trained, needs.trained_bytes) == (PARAMETERS, 3 * PARAMETERS)
     with pytest.raises(JobError, match="GiB of memory"):
-        check_model(job, vocab_size=256, available_bytes=needs.total_bytes - 1, cache_dir=tmp_path)
+        check_model(job, TrainingMachine(tmp_path, needs.total_bytes - 1), vocab_size=256)
 
 
 def test_the_stated_activations_are_those_that_a_pass_keeps(tmp_path: Path) -> None:
