@@ -6,18 +6,18 @@ A generation request passes these steps, the cheapest first, so that a refusal c
 2. The gateway must not be draining and the batcher must have places for all choices; else 503.
 3. The request is counted: in the key's quota (429) and among the running requests.
 4. Prompts are rendered and tokenized in a thread, and checked against the context (400).
-5. The choices are generated (``generation.py``).
-6. The response is sent whole, or as a stream (``responses.py``). A stream closes the generation and
+5. The choices are generated (``generation/generation.py``).
+6. The response is sent whole, or as a stream (``protocols/``). A stream closes the generation and
    gives back what was counted when it ends. Its status is sent with the first token, or after
    ``FIRST_TOKEN_S``.
 """
 
 import asyncio
 import json
-import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -26,33 +26,27 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from swarmnet.gateway.errors import RETRY_S, ApiError, api_error
-from swarmnet.gateway.generation import Generation
+from swarmnet.gateway.generation.generation import Generation
+from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest
+from swarmnet.gateway.generation.tokenization import PromptTokenizer
 from swarmnet.gateway.metrics import GatewayMetrics
 from swarmnet.gateway.own_answers import OwnRequest, answer_own, check_key
 from swarmnet.gateway.parsing import BodyParser, is_json
+from swarmnet.gateway.protocols.chat_completions import CHAT_COMPLETIONS
+from swarmnet.gateway.protocols.completions import COMPLETIONS
+from swarmnet.gateway.protocols.endpoint import (
+    AnswerWriter,
+    GenerationEndpoint,
+    ServedAs,
+    answer_parts,
+    whole_answer,
+)
+from swarmnet.gateway.protocols.schemas import MAX_CHOICES, DetokenizeRequest, StrictModel, TokenizeRequest
 from swarmnet.gateway.quotas import Quota, QuotaTracker
-from swarmnet.gateway.responses import (
-    ChatFormatter,
-    CompletionFormatter,
-    EventStreamResponse,
-    event_stream,
-    whole_response,
-)
-from swarmnet.gateway.schemas import (
-    MAX_CHOICES,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationRequest,
-    StrictModel,
-    TokenizeRequest,
-)
-from swarmnet.gateway.tokenization import PromptTokenizer
 from swarmnet.resident import PATH
 from swarmnet.web.middleware import key_name
 from swarmnet_client.batching import answers
 from swarmnet_client.batching.continuous_batching import BatchedModel
-from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
@@ -63,20 +57,9 @@ FIRST_TOKEN_S = 5.0
 the status, a later one by an error event."""
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client has disconnected. It appears in logs only."""
+ENDPOINTS: tuple[GenerationEndpoint[Any], ...] = (CHAT_COMPLETIONS, COMPLETIONS)
+"""The endpoints that generate, one for each protocol."""
 R = TypeVar("R", bound=StrictModel)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A tokenized request: the token ids of each prompt, and the limit and format of its
-    response."""
-
-    prompts: list[list[int]]
-    max_new_tokens: int | None
-    top_logprobs: int | None
-    formatter: CompletionFormatter
-    param: str
-    """The name of the parameter with the prompts, for error messages."""
 
 
 @dataclass
@@ -116,8 +99,9 @@ class Gateway:
             app.add_api_route(path, endpoint)
             # monitors send HEAD requests
             app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
-        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
+        for each in ENDPOINTS:
+            answer = partial(self.answer, each)
+            app.add_api_route(each.path, answer, methods=["POST"], response_model=None)
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         app.add_api_route(
@@ -145,30 +129,11 @@ class Gateway:
         self._check_model(name)
         return self._model_object()
 
-    async def chat(self, request: Request) -> Response:
-        body = await self._parse(request, ChatRequest)
-
-        async def prepare() -> Prepared:
-            formatter = ChatFormatter(*self._formatter_arguments())
-            ids = await self._tokenizer.encode_chat(body.messages, generation_prompt=True)
-            return Prepared([ids], body.max_new_tokens, body.alternatives, formatter, "messages")
-
-        return await self._generate(request, body, prepare)
-
-    async def complete(self, request: Request) -> Response:
-        body = await self._parse(request, CompletionRequest)
-
-        async def prepare() -> Prepared:
-            formatter = CompletionFormatter(*self._formatter_arguments())
-            ids = [
-                await self._tokenizer.encode(prompt, special_tokens=True)
-                if isinstance(prompt, str)
-                else prompt
-                for prompt in body.prompt
-            ]
-            return Prepared(ids, body.max_tokens, body.logprobs, formatter, "prompt")
-
-        return await self._generate(request, body, prepare)
+    async def answer(self, endpoint: GenerationEndpoint[Any], request: Request) -> Response:
+        body = await self._parse(request, endpoint.body)
+        wanted = endpoint.request(body, self.served.sampling)
+        served = ServedAs(self.model, self.served.tokenizer, int(self.clock()), self._fingerprint)
+        return await self._generate(request, wanted, endpoint.writer(body, served))
 
     async def answer_own(self, request: Request) -> Response:
         check_key(request, self.own_key)
@@ -183,9 +148,8 @@ class Gateway:
         body = await self._parse(request, TokenizeRequest)
         self._check_model(body.model or self.model)
         if body.messages is not None and body.prompt is None:
-            ids = await self._tokenizer.encode_chat(
-                body.messages, generation_prompt=body.add_generation_prompt
-            )
+            messages = [message.message() for message in body.messages]
+            ids = await self._tokenizer.encode_chat(messages, generation_prompt=body.add_generation_prompt)
         elif body.prompt is not None and body.messages is None:
             ids = await self._tokenizer.encode(body.prompt, special_tokens=body.add_special_tokens)
         else:
@@ -230,80 +194,74 @@ class Gateway:
             self._quotas.count_invalid(key, asyncio.get_running_loop().time())
             raise
 
-    async def _generate(
-        self, request: Request, body: GenerationRequest, prepare: Callable[[], Awaitable[Prepared]]
-    ) -> Response:
-        """Admit a request, tokenize it with ``prepare``, generate its choices and respond."""
-        self._check_model(body.model)
+    async def _generate(self, request: Request, wanted: GenerationRequest, writer: AnswerWriter) -> Response:
+        """Admit a request, tokenize it, generate its choices and respond."""
+        self._check_model(wanted.model)
         self._check_not_draining()
-        self._check_places(body.choices)
+        self._check_places(wanted.choices)
         key = key_name(request)
         async with AsyncExitStack() as stack:
-            self._quotas.admit(key, body.choices, asyncio.get_running_loop().time())
-            stack.callback(self._quotas.release, key, body.choices)
+            self._quotas.admit(key, wanted.choices, asyncio.get_running_loop().time())
+            stack.callback(self._quotas.release, key, wanted.choices)
             self._count_running(1)
             stack.callback(self._count_running, -1)
-            prepared = await prepare()
-            requests = self._sequence_requests(body, prepared, key)
-            prompt_tokens = sum(map(len, prepared.prompts))
+            prompts = await self._encode(wanted)
+            requests = self._sequence_requests(wanted, prompts, key)
             generation = await stack.enter_async_context(
                 Generation.run(
                     self.served,
                     requests,
-                    body.stop,
+                    wanted.stop,
                     self._metrics,
-                    continues=prepared.formatter.continues_prompt,
+                    prompt_tokens=sum(map(len, prompts)),
+                    continues=not isinstance(wanted.prompt, ChatPrompt),
                 )
             )
             clock = asyncio.get_running_loop().time
             self._quotas.use_tokens(key, sum(len(each.ids) for each in requests), clock())
-            stack.callback(lambda: self._quotas.use_tokens(key, generation.generated_tokens, clock()))
-            if not body.stream:
-                response = whole_response(generation, prepared.formatter, prompt_tokens)
+            stack.callback(lambda: self._quotas.use_tokens(key, generation.usage.completion_tokens, clock()))
+            if not wanted.stream:
+                response = whole_answer(generation, writer)
                 fields = await race(response, _client_left(request))
                 return Response(status_code=CLIENT_CLOSED_REQUEST) if fields is None else JSONResponse(fields)
             if not await race(_wait_first_token(generation), _client_left(request)):
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-            with_usage = body.stream_options.include_usage
-            events = event_stream(generation, prepared.formatter, prompt_tokens, with_usage=with_usage)
-            return EventStreamResponse(events, stack.pop_all())
+            return writer.response(answer_parts(generation, writer), stack.pop_all())
+
+    async def _encode(self, wanted: GenerationRequest) -> list[list[int]]:
+        """Return the token ids of each prompt."""
+        if isinstance(wanted.prompt, ChatPrompt):
+            return [await self._tokenizer.encode_chat(wanted.prompt.messages, generation_prompt=True)]
+        return [
+            await self._tokenizer.encode(prompt, special_tokens=True) if isinstance(prompt, str) else prompt
+            for prompt in wanted.prompt
+        ]
 
     def _sequence_requests(
-        self, body: GenerationRequest, prepared: Prepared, key: str
+        self, wanted: GenerationRequest, prompts: list[list[int]], key: str
     ) -> list[answers.Request]:
         """Return one request to the batcher for each choice of each prompt. Raises ``ApiError`` for
         prompts that do not fit."""
-        seed = secrets.randbits(63) if body.seed is None else body.seed
         requests: list[answers.Request] = []
-        self._tokenizer.check_ids(body.logit_bias, "logit_bias")
-        biases, usual = tuple(body.logit_bias.items()), self.served.sampling
-        for prompt in prepared.prompts:
-            self._tokenizer.check_ids(prompt, prepared.param)
+        self._tokenizer.check_ids(dict(wanted.sampling.biases), "logit_bias")
+        for prompt in prompts:
+            self._tokenizer.check_ids(prompt, wanted.param)
             room = self.served.max_length - len(prompt)
             if not prompt:
-                raise ApiError(400, "the prompt has no tokens", "invalid_value", param=prepared.param)
+                raise ApiError(400, "the prompt has no tokens", "invalid_value", param=wanted.param)
             if room < 1:
                 most = self.served.max_length
                 who = "the model takes" if most == self.served.context else "the hosts have room for"
                 message = f"the prompt has {len(prompt)} tokens; {who} 1 to {most - 1}"
-                raise ApiError(400, message, "context_length_exceeded", param=prepared.param)
-            for _ in range(body.n):
-                sampling = Sampling(
-                    temperature=usual.temperature if body.temperature is None else body.temperature,
-                    top_p=usual.top_p if body.top_p is None else body.top_p,
-                    seed=seed + len(requests),
-                    top_logprobs=prepared.top_logprobs,
-                    presence_penalty=body.presence_penalty,
-                    frequency_penalty=body.frequency_penalty,
-                    biases=biases,
-                )
+                raise ApiError(400, message, "context_length_exceeded", param=wanted.param)
+            for _ in range(wanted.n):
                 requests.append(
                     answers.Request(
                         tuple(prompt),
-                        min(room, prepared.max_new_tokens or room),
-                        sampling,
-                        frozenset() if body.ignore_eos else self.served.end_ids,
-                        owner=_owner(body, key),
+                        min(room, wanted.max_tokens or room),
+                        replace(wanted.sampling, seed=wanted.sampling.seed + len(requests)),
+                        frozenset() if wanted.ignore_eos else self.served.end_ids,
+                        owner=_owner(wanted, key),
                         speculate=self.served.speculates,
                     )
                 )
@@ -344,22 +302,20 @@ class Gateway:
             "max_model_len": self.served.max_length,
         }
 
-    def _formatter_arguments(self) -> tuple[str, Any, int, str]:
-        return self.model, self.served.tokenizer, int(self.clock()), self._fingerprint
-
-    async def _handle_error(self, _request: Request, error: Exception) -> Response:
+    async def _handle_error(self, request: Request, error: Exception) -> Response:
         response = api_error(error)
         self._metrics.count_error(response.code)
-        return JSONResponse(response.body(), response.status, response.headers())
+        write = next((each.error for each in ENDPOINTS if each.path == request.url.path), ApiError.body)
+        return JSONResponse(write(response), response.status, response.headers())
 
 
-def _owner(body: GenerationRequest, key: str) -> str:
+def _owner(wanted: GenerationRequest, key: str) -> str:
     """Return the owner of the KV caches that a request may reuse.
 
     The time to the first token shows whether the caches had the prompt, so callers with different
     keys, users or salts share none.
     """
-    return json.dumps([key, body.user, body.cache_salt])
+    return json.dumps([key, wanted.user, wanted.salt])
 
 
 async def _wait_first_token(generation: Generation) -> bool:

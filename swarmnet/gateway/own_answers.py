@@ -21,10 +21,10 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
-from swarmnet.gateway.detokenizer import IncrementalDetokenizer
 from swarmnet.gateway.errors import ApiError
-from swarmnet.gateway.schemas import Messages, StrictModel, Tokens
-from swarmnet.gateway.tokenization import PromptTokenizer
+from swarmnet.gateway.generation.detokenizer import IncrementalDetokenizer
+from swarmnet.gateway.generation.tokenization import PromptTokenizer
+from swarmnet.gateway.protocols.schemas import Messages, StrictModel, Tokens
 from swarmnet_client.batching import answers
 from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_client.model.sampling import Sampling
@@ -65,7 +65,8 @@ async def answer_own(
     elif body.messages is None:
         ids = await tokenizer.encode(body.text or "", special_tokens=True)
     else:
-        ids = await tokenizer.encode_chat(body.messages, generation_prompt=True)
+        messages = [message.message() for message in body.messages]
+        ids = await tokenizer.encode_chat(messages, generation_prompt=True)
     room = served.context - len(ids)
     if room < 1 or not ids:
         message = f"the prompt has {len(ids)} tokens and the model takes {served.context}"

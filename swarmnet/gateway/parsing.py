@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from swarmnet.gateway.errors import ApiError, validation_error
-from swarmnet.gateway.schemas import StrictModel
+from swarmnet.gateway.protocols.schemas import StrictModel
 
 BYTES_PER_TOKEN = 32
 """Most JSON bytes per token of the context. Russian with all letters escaped needs 24."""

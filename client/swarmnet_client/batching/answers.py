@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.model.sampling import Sampling, Token
@@ -49,8 +50,8 @@ class Answer:
         """Positions of the prompt whose KV caches were reused."""
         self.precisions: list[str] = []
         """Precisions of the hosts that have computed the answer so far; one if all had the same."""
-        self.finish_reason: str | None = None
-        """``stop`` or ``length``, once the answer is complete."""
+        self.finish_reason: Literal["stop", "length"] | None = None
+        """Why the answer ended, once it is complete."""
         self.trips = 0
         """Steps that brought tokens of the answer."""
         self.report = ChainReport()

@@ -10,7 +10,7 @@ import typer
 
 from swarmnet.cli.options import SpeculateOption
 from swarmnet.cli.output import note, print_json, print_text, progress
-from swarmnet.gateway.detokenizer import IncrementalDetokenizer
+from swarmnet.gateway.generation.detokenizer import IncrementalDetokenizer
 from swarmnet.units import counted
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 
 from swarmnet.gateway import app as gateway_app
 from swarmnet.gateway.app import FIRST_TOKEN_S
-from swarmnet.gateway.responses import KEEP_ALIVE_S
+from swarmnet.gateway.protocols.endpoint import KEEP_ALIVE_S
 from swarmnet.resident import PATH
 from swarmnet_client.batching.continuous_batching import BatchLimits
 from swarmnet_client.chain import chain

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from swarmnet.gateway.generation.tokenization import PIECE_CHARS, PromptTokenizer
 from swarmnet.gateway.quotas import Quota, QuotaTracker
-from swarmnet.gateway.tokenization import PIECE_CHARS, PromptTokenizer
 from swarmnet_client.batching.continuous_batching import BatchLimits
 from swarmnet_client.batching.sequences import SequenceGroup
 from tests.defences import defence, nothing, replacing

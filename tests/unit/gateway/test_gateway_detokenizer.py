@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from swarmnet.gateway.detokenizer import (
+from swarmnet.gateway.generation.detokenizer import (
     MAX_HELD_TOKENS,
     REPLACEMENT,
     IncrementalDetokenizer,

@@ -12,7 +12,9 @@ from pydantic_core import SchemaValidator
 
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.parsing import MAX_TOKENS, BodyParser
-from swarmnet.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, StrictModel
+from swarmnet.gateway.protocols.chat_completions import ChatBody
+from swarmnet.gateway.protocols.completions import CompletionBody
+from swarmnet.gateway.protocols.schemas import DetokenizeRequest, StrictModel
 from tests.defences import defence, nothing, replacing
 
 LARGE = BodyParser(MAX_TOKENS)
@@ -32,32 +34,32 @@ def names(size: int) -> bytes:
 
 
 ATTACKS: dict[str, tuple[Callable[[int], bytes], type[StrictModel]]] = {
-    "objects": (lambda size: filled(COMPLETION + b"[", b"{}", b"]}", size), CompletionRequest),
-    "lists": (lambda size: filled(COMPLETION + b"[", b"[]", b"]}", size), CompletionRequest),
-    "nulls": (lambda size: filled(COMPLETION + b"[", b"null", b"]}", size), CompletionRequest),
-    "wrong tokens": (lambda size: filled(COMPLETION + b"[[", b"-1", b"]]}", size), CompletionRequest),
-    "texts": (lambda size: filled(COMPLETION + b"[", b'""', b"]}", size), CompletionRequest),
-    "long numbers": (lambda size: filled(COMPLETION + b"[", b"9" * 4000, b"]}", size), CompletionRequest),
+    "objects": (lambda size: filled(COMPLETION + b"[", b"{}", b"]}", size), CompletionBody),
+    "lists": (lambda size: filled(COMPLETION + b"[", b"[]", b"]}", size), CompletionBody),
+    "nulls": (lambda size: filled(COMPLETION + b"[", b"null", b"]}", size), CompletionBody),
+    "wrong tokens": (lambda size: filled(COMPLETION + b"[[", b"-1", b"]]}", size), CompletionBody),
+    "texts": (lambda size: filled(COMPLETION + b"[", b'""', b"]}", size), CompletionBody),
+    "long numbers": (lambda size: filled(COMPLETION + b"[", b"9" * 4000, b"]}", size), CompletionBody),
     "depth": (
         lambda size: COMPLETION + b"[" * (size // 2) + b"]" * (size // 2 - 40) + b"}",
-        CompletionRequest,
+        CompletionBody,
     ),
-    "unknown fields": (lambda size: b'{"model":"m",' + names(size) + b"}", CompletionRequest),
-    "biases": (lambda size: COMPLETION + b'"x","logit_bias":{' + names(size) + b"}}", CompletionRequest),
-    "stops": (lambda size: filled(COMPLETION + b'"x","stop":[', b'"a"', b"]}", size), CompletionRequest),
-    "tools": (lambda size: filled(COMPLETION + b'"x","tools":[', b'{"a":1}', b"]}", size), CompletionRequest),
+    "unknown fields": (lambda size: b'{"model":"m",' + names(size) + b"}", CompletionBody),
+    "biases": (lambda size: COMPLETION + b'"x","logit_bias":{' + names(size) + b"}}", CompletionBody),
+    "stops": (lambda size: filled(COMPLETION + b'"x","stop":[', b'"a"', b"]}", size), CompletionBody),
+    "tools": (lambda size: filled(COMPLETION + b'"x","tools":[', b'{"a":1}', b"]}", size), CompletionBody),
     "parts": (
         lambda size: filled(CHAT + b'[{"role":"user","content":[', b"{}", b"]}]}", size),
-        ChatRequest,
+        ChatBody,
     ),
-    "messages": (lambda size: filled(CHAT + b"[", b'{"role":"x"}', b"]}", size), ChatRequest),
+    "messages": (lambda size: filled(CHAT + b"[", b'{"role":"x"}', b"]}", size), ChatBody),
     "one token": (lambda size: filled(b'{"tokens":[', b"-1", b"]}", size), DetokenizeRequest),
-    "NaN": (lambda size: COMPLETION + b'"x","temperature":NaN}', CompletionRequest),
-    "not UTF-8": (lambda size: COMPLETION + b'"\xff"}', CompletionRequest),
-    "a long name": (lambda size: COMPLETION + b'"x","' + b"a" * (size - 60) + b'":1}', CompletionRequest),
+    "NaN": (lambda size: COMPLETION + b'"x","temperature":NaN}', CompletionBody),
+    "not UTF-8": (lambda size: COMPLETION + b'"\xff"}', CompletionBody),
+    "a long name": (lambda size: COMPLETION + b'"x","' + b"a" * (size - 60) + b'":1}', CompletionBody),
     "a long bias": (
         lambda size: COMPLETION + b'"x","logit_bias":{"' + b"a" * (size - 60) + b'":1}}',
-        CompletionRequest,
+        CompletionBody,
     ),
 }
 
@@ -79,7 +81,7 @@ SIZES = {"some": (SMALL, 30_000), "most": (LARGE, LARGE.max_bytes)}
 
 def validating_all_items(patch: pytest.MonkeyPatch) -> None:
     """Validate every item of a list, past the first invalid one."""
-    schema = copy.deepcopy(CompletionRequest.__pydantic_core_schema__)
+    schema = copy.deepcopy(CompletionBody.__pydantic_core_schema__)
     left: list[Any] = [schema]
     while left:
         part = left.pop()
@@ -88,7 +90,7 @@ def validating_all_items(patch: pytest.MonkeyPatch) -> None:
             left.extend(part.values())
         elif isinstance(part, list | tuple):
             left.extend(part)
-    patch.setattr(CompletionRequest, "__pydantic_validator__", SchemaValidator(schema, _use_prebuilt=False))
+    patch.setattr(CompletionBody, "__pydantic_validator__", SchemaValidator(schema, _use_prebuilt=False))
 
 
 @defence(
@@ -117,7 +119,7 @@ def test_a_hostile_body_costs_little_and_names_one_error(name: str, size: str) -
 
 
 def test_a_body_beyond_the_limit_is_not_parsed() -> None:
-    error, memory = refusal(SMALL, b" " * (SMALL.max_bytes + 1), ChatRequest)
+    error, memory = refusal(SMALL, b" " * (SMALL.max_bytes + 1), ChatBody)
     assert (error.status, error.code) == (413, "body_too_large")
     assert memory < 1 << 16
 
@@ -130,14 +132,14 @@ def test_a_prompt_that_fills_the_context_is_accepted(context: int) -> None:
         return parser.parse(json.dumps({"model": "m", **fields}).encode(), schema)
 
     cyrillic = "\N{CYRILLIC SMALL LETTER A}" * (4 * context)
-    assert parsed(CompletionRequest, prompt=cyrillic).prompt == [cyrillic]
+    assert parsed(CompletionBody, prompt=cyrillic).prompt == [cyrillic]
     emoji = "\N{GRINNING FACE}" * (2 * context)
-    said = parsed(ChatRequest, messages=[{"role": "user", "content": emoji}]).messages[0]
-    assert said.for_template() == {"role": "user", "content": emoji}
+    said = parsed(ChatBody, messages=[{"role": "user", "content": emoji}]).messages[0]
+    assert said.message().text == emoji
     quoted = '{"a": "\\"}' * (context // 8)
-    assert parsed(CompletionRequest, prompt=quoted).prompt == [quoted]
+    assert parsed(CompletionBody, prompt=quoted).prompt == [quoted]
     ids = [100_000 + number for number in range(context - 1)]
-    assert parsed(CompletionRequest, prompt=ids).prompt == [ids]
+    assert parsed(CompletionBody, prompt=ids).prompt == [ids]
     assert parsed(DetokenizeRequest, tokens=ids).tokens == ids
 
 
@@ -145,12 +147,12 @@ def test_a_long_chat_is_accepted() -> None:
     part = {"type": "text", "text": 'she said: "\\", [{,'}
     messages = [{"role": "user", "content": [part, part]}] * 4000
     body = json.dumps({"model": "m", "messages": messages}, indent=2).encode()
-    assert len(LARGE.parse(body, ChatRequest).messages) == 4000
+    assert len(LARGE.parse(body, ChatBody).messages) == 4000
 
 
 def test_characters_in_strings_are_not_counted() -> None:
     for text in ('"' * 10_000, "\\" * 10_001 + '"[{', "{[,:" * 10_000, "9" * 10_000):
-        assert SMALL.parse(json.dumps({"prompt": text, "model": "m"}).encode(), CompletionRequest).prompt == [
+        assert SMALL.parse(json.dumps({"prompt": text, "model": "m"}).encode(), CompletionBody).prompt == [
             text
         ]
 
@@ -167,7 +169,7 @@ def test_characters_in_strings_are_not_counted() -> None:
 )
 def test_half_a_character_is_replaced(written: str, read: str) -> None:
     body = b'{"model":"m","prompt":"' + written.encode() + b'"}'
-    assert SMALL.parse(body, CompletionRequest).prompt == [read]
+    assert SMALL.parse(body, CompletionBody).prompt == [read]
 
 
 USER = {"role": "user", "content": "Hi"}
@@ -195,20 +197,20 @@ HARMLESS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", HARMLESS, ids=lambda fields: [*fields][-1])
 def test_what_cannot_change_an_answer_is_accepted(fields: dict[str, Any]) -> None:
     body = json.dumps({"model": "m", **fields}).encode()
-    assert SMALL.parse(body, ChatRequest).messages[0].for_template()["content"] == "Hi"
+    assert SMALL.parse(body, ChatBody).messages[0].message().text == "Hi"
 
 
 @pytest.mark.parametrize(
     ("schema", "fields", "names"),
     [
         (
-            ChatRequest,
+            ChatBody,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages.0.content.0.image_url",
         ),
-        (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "a string or a list of parts"),
-        (ChatRequest, {"messages": [USER], "top_k": 40}, "'top_k'"),
-        (CompletionRequest, {"prompt": [1, -2]}, "prompt.0.tokens.1"),
+        (ChatBody, {"messages": [{"role": "user", "content": 5}]}, "a string or a list of parts"),
+        (ChatBody, {"messages": [USER], "top_k": 40}, "'top_k'"),
+        (CompletionBody, {"prompt": [1, -2]}, "prompt.0.tokens.1"),
     ],
 )
 def test_a_refusal_names_what_is_wrong(schema: type[StrictModel], fields: dict[str, Any], names: str) -> None:

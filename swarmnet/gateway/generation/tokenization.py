@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from swarmnet.gateway.errors import ApiError
-from swarmnet.gateway.schemas import ChatMessage
+from swarmnet.gateway.generation.requests import ChatMessage
 from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_protocols.models.text.chat_template import TemplateFailed, TemplateRefused, render_chat
 
@@ -88,7 +88,7 @@ class PromptTokenizer:
         try:
             text = render_chat(
                 tokenizer,
-                [message.for_template() for message in messages],
+                [{"role": message.role, "content": message.text} for message in messages],
                 add_generation_prompt=generation_prompt,
                 max_chars=self._max_chars,
             )

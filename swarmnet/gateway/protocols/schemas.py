@@ -1,16 +1,19 @@
-"""Request schemas of OpenAI's API. Unknown parameters are refused unless they cannot change the
-response.
+"""Parts of request bodies that protocols share. Unknown parameters are refused unless they cannot
+change the response.
 
 Validation of a list ends at its first invalid item, because the errors of all items would take more
 memory than the items.
 """
 
+import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swarmnet.gateway.errors import UNSUPPORTED
+from swarmnet.gateway.generation.requests import ChatMessage
+from swarmnet_client.model.sampling import Sampling
 
 MAX_CHOICES = 16
 MAX_STOPS = 8
@@ -74,13 +77,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Unsupported fields of requests, messages and parts, with the values that change nothing."""
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """Return a single string or token list as a list of one, because OpenAI's API accepts both."""
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
     return [value] if is_one else value
 
 
-def _at_most(count: int) -> BeforeValidator:
+def at_most(count: int) -> BeforeValidator:
     """Limit the length of a list or object before its items are validated."""
 
     def check(value: Any) -> Any:
@@ -93,11 +96,6 @@ def _at_most(count: int) -> BeforeValidator:
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]], Field(fail_fast=True)]
-Prompt = Annotated[
-    Annotated[str, Tag("text")] | Annotated[Tokens, Tag("tokens")],
-    Discriminator(lambda value: "text" if isinstance(value, str) else "tokens"),
-]
-"""A text, or its tokens. The tag decides which of the two an error speaks of."""
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 BiasedToken = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -128,8 +126,8 @@ class StreamOptions(StrictModel):
     include_obfuscation: Literal[False] = False
 
 
-class GenerationRequest(StrictModel):
-    """Parameters that chat and plain completions share."""
+class GenerationBody(StrictModel):
+    """Parameters that OpenAI's chats and completions share."""
 
     model: str
     stream: bool = False
@@ -137,11 +135,11 @@ class GenerationRequest(StrictModel):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: Annotated[list[Stop], Field(fail_fast=True), _at_most(MAX_STOPS), BeforeValidator(_as_list)] = []
+    stop: Annotated[list[Stop], Field(fail_fast=True), at_most(MAX_STOPS), BeforeValidator(as_list)] = []
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[BiasedToken, Bias], _at_most(MAX_BIASES)] = {}
+    logit_bias: Annotated[dict[BiasedToken, Bias], at_most(MAX_BIASES)] = {}
     """Keyed by token id, which is a string in JSON."""
     ignore_eos: bool = False
     """vLLM's parameter: generate ``max_tokens`` tokens, past end tokens."""
@@ -150,10 +148,29 @@ class GenerationRequest(StrictModel):
     cache_salt: str = Field("", max_length=MAX_OWNER_CHARS)
     """vLLM's parameter: prompts of different salts never share caches."""
 
-    @property
-    def choices(self) -> int:
-        """The number of choices in the response."""
-        return self.n
+    def sampling(self, usual: Sampling, top_logprobs: int | None) -> Sampling:
+        """Return how tokens are chosen: as the body says, or else as usual."""
+        return Sampling(
+            temperature=usual.temperature if self.temperature is None else self.temperature,
+            top_p=usual.top_p if self.top_p is None else self.top_p,
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+            top_logprobs=top_logprobs,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            biases=tuple(self.logit_bias.items()),
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Return the fields of the core's request that all bodies have in common."""
+        return {
+            "model": self.model,
+            "n": self.n,
+            "stop": tuple(self.stop),
+            "stream": self.stream,
+            "ignore_eos": self.ignore_eos,
+            "user": self.user,
+            "salt": self.cache_salt,
+        }
 
 
 class TextPart(StrictModel):
@@ -171,54 +188,20 @@ def _as_parts(value: Any) -> Any:
     return value
 
 
-class ChatMessage(StrictModel):
+class MessageBody(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        list[TextPart], Field(fail_fast=True), _at_most(MAX_PARTS), BeforeValidator(_as_parts)
+        list[TextPart], Field(fail_fast=True), at_most(MAX_PARTS), BeforeValidator(_as_parts)
     ] = []
     name: str | None = None
 
-    def for_template(self) -> dict[str, str]:
-        """Return the message as ``render_chat`` takes it."""
-        content = "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+    def message(self) -> ChatMessage:
+        """Return the message for the core."""
+        text = "".join(part.text for part in self.content)
+        return ChatMessage("system" if self.role == "developer" else self.role, text)
 
 
-Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1), _at_most(MAX_MESSAGES)]
-
-
-class ChatRequest(GenerationRequest):
-    messages: Messages
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=20)
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        """The maximum number of tokens to generate, if given."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def alternatives(self) -> int | None:
-        """The number of alternative tokens returned with each token's log probability; None: no log
-        probabilities."""
-        return self.top_logprobs if self.logprobs else None
-
-
-class CompletionRequest(GenerationRequest):
-    prompt: Annotated[
-        list[Prompt],
-        Field(fail_fast=True, min_length=1),
-        _at_most(MAX_CHOICES),
-        BeforeValidator(_as_list),
-    ]
-    max_tokens: int = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=5)
-
-    @property
-    def choices(self) -> int:
-        return len(self.prompt) * self.n
+Messages = Annotated[list[MessageBody], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES)]
 
 
 class TokenizeRequest(StrictModel):

@@ -1,11 +1,11 @@
-"""Generating the choices of one request concurrently, as a stream of text deltas."""
+"""Generating the choices of one request concurrently, as one stream of events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
-from swarmnet.gateway.detokenizer import IncrementalDetokenizer, StopStrings
+from swarmnet.gateway.generation.detokenizer import IncrementalDetokenizer, StopStrings
+from swarmnet.gateway.generation.events import ChoiceEnd, Delta, TextDelta, Usage
 from swarmnet.gateway.metrics import GatewayMetrics
 from swarmnet_client.batching.answers import Prefill, Request
 from swarmnet_client.batching.continuous_batching import BatchedModel
@@ -14,22 +14,11 @@ from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import in_background
 
 
-@dataclass(frozen=True)
-class Delta:
-    """The next text of choice ``index`` and its tokens. The last delta of a choice has its
-    ``finish_reason``."""
-
-    index: int
-    text: str
-    tokens: tuple[Token, ...] = ()
-    finish_reason: str | None = None
-
-
 class Generation:
-    """The choices of one request, as an async iterator over the deltas of all, and over the
-    progress of long prompts before them; it raises ``SwarmnetError`` when one choice fails.
+    """The choices of one request, as an async iterator over the events of all, and over the
+    progress of long prompts before them. It raises ``SwarmnetError`` when one choice fails.
 
-    Each choice is a task that reads its tokens from the batcher; all put their deltas into one
+    Each choice is a task that reads its tokens from the batcher; all put their events into one
     queue.
     """
 
@@ -40,17 +29,13 @@ class Generation:
         stops: Sequence[str],
         metrics: GatewayMetrics,
         *,
+        prompt_tokens: int,
         continues: bool = False,
     ) -> None:
-        """``continues``: the answers continue the text of their prompts."""
-        self.generated_tokens = 0
-        self.cached_tokens = 0
-        """Prompt tokens that were found in the hosts' caches."""
-        self.precisions: list[str] = []
-        """Precisions of the hosts of the finished choices; several if no chain of one precision was
-        found."""
-        self.trips = 0
-        """Steps through chains that gave tokens of the finished choices."""
+        """``prompt_tokens``: tokens of all prompts, each counted once. ``continues``: the answers
+        continue the text of their prompts."""
+        self.usage = Usage(prompt_tokens)
+        """What the choices took so far."""
         self._served = served
         self._requests = requests
         self._stops = stops
@@ -71,18 +56,19 @@ class Generation:
         stops: Sequence[str],
         metrics: GatewayMetrics,
         *,
+        prompt_tokens: int,
         continues: bool = False,
     ) -> AsyncIterator["Generation"]:
         """Generate one choice for each of ``requests`` while the context is open.
 
         Leaving it cancels the unfinished ones.
         """
-        generation = cls(served, requests, stops, metrics, continues=continues)
+        generation = cls(served, requests, stops, metrics, prompt_tokens=prompt_tokens, continues=continues)
         async with in_background(*map(generation._run_choice, range(len(requests)))):
             yield generation
 
     async def wait_started(self) -> None:
-        """Wait for the first delta. Raises ``SwarmnetError`` if a choice fails before it."""
+        """Wait for the first event. Raises ``SwarmnetError`` if a choice fails before it."""
         await self._started.wait()
         if self._first_error is not None:
             raise self._first_error
@@ -96,7 +82,7 @@ class Generation:
                 if self._queue.empty():  # otherwise it is out of date
                     yield item
                 continue
-            self._unfinished -= item.finish_reason is not None
+            self._unfinished -= isinstance(item, ChoiceEnd)
             yield item
 
     def _put(self, item: Delta | SwarmnetError) -> None:
@@ -136,22 +122,26 @@ class Generation:
                     answer.stop()
                     break
                 if text:
-                    self._put(Delta(index, text, tuple(pending)))
+                    self._put(TextDelta(index, text, tokens=tuple(pending)))
                     pending = []
-            self.cached_tokens += answer.reused
-            self.precisions += [each for each in answer.precisions if each not in self.precisions]
-            self.trips += answer.trips
+            usage = self.usage
+            usage.cached_tokens += answer.reused
+            usage.precisions += [each for each in answer.precisions if each not in usage.precisions]
+            usage.trips += answer.trips
         if not stops.found:
             text = stops.push(detokenizer.flush())
             text += stops.flush()
         reason = answer.finish_reason or "stop"
         self._observe_choice(request, count, answer.reused, reason)
-        self._put(Delta(index, text, tuple(pending), reason))
+        if text:
+            self._put(TextDelta(index, text, tokens=tuple(pending)))
+            pending = []
+        self._put(ChoiceEnd(index, reason, tokens=tuple(pending)))
 
     def _observe_token(self, tokens_before: int, last_s: float) -> float:
         """Count one token in the metrics; returns its time."""
         now = asyncio.get_running_loop().time()
-        self.generated_tokens += 1
+        self.usage.completion_tokens += 1
         metrics = self._metrics
         metrics.generated_tokens.inc()
         (metrics.inter_token_latency if tokens_before else metrics.time_to_first_token).observe(now - last_s)

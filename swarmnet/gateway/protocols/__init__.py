@@ -1,0 +1,1 @@
+"""Protocols: each reads the requests of one API and writes its answers."""
