@@ -170,7 +170,13 @@ class Worker:
         slots = 1
         if isinstance(trainer, StageTrainer):
             self._pipeline = Pipeline.of(
-                opened, trainer, self._transport, dependencies.directory, self._compute, self._timing
+                opened,
+                trainer,
+                self._transport,
+                dependencies.directory,
+                self._compute,
+                self._timing,
+                lambda: self._slot is not None,
             )
             self._group_id = stage_key(bytes.fromhex(self.job_id), trainer.stage).hex()
             slots = opened.job.exchange.max_workers  # one worker may count the data of all

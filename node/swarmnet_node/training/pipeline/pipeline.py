@@ -11,7 +11,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from swarmnet_node.training.pipeline.origin import MicrobatchOrigin
@@ -57,14 +57,24 @@ NEWS_S = 2.0
 class Pipeline:
     """The pipeline of a job with ``stages`` stages, at one worker."""
 
-    def __init__(self, job: StagedJob, passes: StagePasses, compute: Compute, *, batch: int) -> None:
-        """``batch``: the microbatches of an origin's batch."""
+    def __init__(
+        self,
+        job: StagedJob,
+        passes: StagePasses,
+        compute: Compute,
+        *,
+        batch: int,
+        has_place: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """``batch``: the microbatches of an origin's batch. ``has_place``: whether this worker's
+        contribution to the present round counts."""
         self._job = job
         self._stage = passes.trainer.stage
         self._workers = job.workers
         self._passes = passes
         self._compute = compute
         self._batch = batch
+        self._has_place = has_place
         self._turns = Turns(compute)
         self._client = MicrobatchClient(job.transport, job.id, job.timing)
         self._origin = None if self._stage else MicrobatchOrigin(job, passes, self._turns, compute)
@@ -90,6 +100,7 @@ class Pipeline:
         directory: Directory,
         compute: Compute,
         timing: Timing,
+        has_place: Callable[[], bool],
     ) -> "Pipeline":
         """Return the pipeline of a job at the worker of ``trainer``'s stage."""
         job, id = sealed.job, bytes.fromhex(sealed.id)
@@ -107,7 +118,8 @@ class Pipeline:
         workers = StageWorkers(directory, id, job.stages.count, transport.peer_id)
         passes = StagePasses(trainer, boundary)
         batch = job.training.batch_size // sequences
-        return cls(StagedJob(id, job.stages.count, transport, workers, timing), passes, compute, batch=batch)
+        staged = StagedJob(id, job.stages.count, transport, workers, timing)
+        return cls(staged, passes, compute, batch=batch, has_place=has_place)
 
     async def serve(self) -> None:
         """Serve other workers until the transport closes."""
@@ -257,6 +269,8 @@ class Pipeline:
             if found is None:
                 raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this microbatch is not under way")
             return found[0]
+        if not self._has_place():
+            raise Refusal(refusal_pb2.REASON_OVERLOADED, "this worker only receives as yet", 1.0)
         await self._reach(id.round)
         if id not in self._kept and id.round < self._round:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"round {id.round} is over here")
