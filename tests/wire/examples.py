@@ -244,6 +244,9 @@ def worker_messages() -> Iterator[Protobuf]:
         job=_MANIFEST, round=7, state=_MANIFEST[::-1], addresses=addresses, protocol=1, round_s=12.5
     )
     yield pb.WorkerRecord(job=_MANIFEST, state=_MANIFEST[::-1], addresses=addresses, protocol=1, spare=True)
+    held = {"job": _MANIFEST, "round": 7, "state": _MANIFEST[::-1], "addresses": addresses, "protocol": 1}
+    yield pb.WorkerRecord(**held, copy=True)
+    yield pb.WorkerRecord(**held, stays=True, leaving=True)
     yield pb.JobRecord(sealed=b"a sealed job")
     yield pb.MatchmakingRequest(
         job=_MANIFEST, round=7, state=_MANIFEST[::-1], member=member, measured=[measured]

@@ -170,14 +170,9 @@ class Worker:
         slots = 1
         if isinstance(trainer, StageTrainer):
             self._pipeline = Pipeline.of(
-                opened,
-                trainer,
-                self._transport,
-                dependencies.directory,
-                self._compute,
-                self._timing,
-                lambda: self._slot is not None,
+                opened, trainer, self._transport, dependencies.directory, self._compute, self._timing
             )
+            self._pipeline.has_place = lambda: self._slot is not None
             self._group_id = stage_key(bytes.fromhex(self.job_id), trainer.stage).hex()
             slots = opened.job.exchange.max_workers  # one worker may count the data of all
         self._job_hash = bytes.fromhex(self._group_id)
@@ -675,7 +670,7 @@ class Worker:
             self._group_id,
             self._transport.addresses(),
             self._matchmaking.position,
-            self._pace.round_s,
+            self._pace.round_s if self._pipeline is None else self._pipeline.batch_s,
             spare=self._spare,
         )
         yield job_announcement(self._sealed)

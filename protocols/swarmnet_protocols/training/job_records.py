@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
@@ -102,21 +103,24 @@ async def find_jobs(directory: Directory) -> list[SealedJob]:
     return [job for job in await all_of(*map(find, ids)) if job is not None]
 
 
-def worker_announcement(
+def worker_announcement(  # noqa: PLR0913 - the fields of the record
     job_id: str,
     addresses: Sequence[str],
     position: WorkerPosition,
     round_s: float = 0.0,
     *,
     spare: bool = False,
+    copy: bool = False,
+    stays: bool = False,
+    leaving: bool = False,
     is_done: bool = False,
 ) -> Announcement:
     """Return the announcement of a worker, for ``WORKER_LIFETIME_S``.
 
     A worker that leaves announces itself without ``addresses``. For ``round_s`` see
-    ``RoundMember``. ``spare``: the worker waits for a place in the job. ``is_done``: the worker
-    trained the last round. This announcement lives as long as the job's own, so that volunteers do
-    not train the job again.
+    ``RoundMember``. ``spare``: the worker waits for a place in the job. ``copy``, ``stays`` and
+    ``leaving``: as in ``StageRecord``. ``is_done``: the worker trained the last round. This
+    announcement lives as long as the job's own, so that volunteers do not train the job again.
     """
     record = pb.WorkerRecord(
         job=bytes.fromhex(job_id),
@@ -126,6 +130,9 @@ def worker_announcement(
         protocol=PROTOCOL,
         round_s=round_s,
         spare=spare,
+        copy=copy,
+        stays=stays,
+        leaving=leaving,
     )
     lifetime_s = JOB_LIFETIME_S if is_done else WORKER_LIFETIME_S
     return Announcement(f"train/{job_id}", record.SerializeToString(), lifetime_s)
@@ -139,7 +146,31 @@ async def find_workers(
     ``also_left``: include workers that left in good order. These have no addresses.
     ``also_spare``: include workers that wait for a place in the job.
     """
-    found = {}
+    return {
+        record.worker: record.position
+        for record in await find_records(directory, job_id)
+        if (record.worker.addresses or also_left) and (also_spare or not record.spare) and not record.copy
+    }
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """What a worker announces under the id of a job or of a stage."""
+
+    worker: RoundMember
+    position: WorkerPosition
+    spare: bool
+    copy: bool
+    """The worker trains another stage, and keeps this state of a stage that has one worker."""
+    stays: bool
+    """The worker's owner chose its stage."""
+    leaving: bool
+    """The worker leaves as soon as another one has its state."""
+
+
+async def find_records(directory: Directory, job_id: str) -> list[StageRecord]:
+    """Return all valid records of workers, ordered by peer id. See ``find_workers``."""
+    found = []
     for record in await directory.lookup(f"train/{job_id}"):
         try:
             body = pb.WorkerRecord.FromString(record.body)
@@ -149,9 +180,9 @@ async def find_workers(
         if body.job.hex() == job_id and body.protocol == PROTOCOL and len(body.state) == HASH_BYTES:
             addresses = tuple(body.addresses[:MAX_ADDRESSES])
             worker = RoundMember(peer_id_of(record.signer), addresses, round_s=round_s)
-            if (worker.addresses or also_left) and (also_spare or not body.spare):
-                found[worker] = WorkerPosition(body.round, body.state)
-    return dict(sorted(found.items(), key=lambda each: each[0].peer))
+            position = WorkerPosition(body.round, body.state)
+            found.append(StageRecord(worker, position, body.spare, body.copy, body.stays, body.leaving))
+    return sorted(found, key=lambda each: each.worker.peer)
 
 
 def _job_topic(job_id: str) -> str:

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("job", "round", "state", "addresses", "protocol", "round_s", "spare")
+    __slots__ = ("job", "round", "state", "addresses", "protocol", "round_s", "spare", "copy", "stays", "leaving")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,9 @@ class WorkerRecord(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ROUND_S_FIELD_NUMBER: _ClassVar[int]
     SPARE_FIELD_NUMBER: _ClassVar[int]
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    STAYS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     round: int
     state: bytes
@@ -22,7 +25,10 @@ class WorkerRecord(_message.Message):
     protocol: int
     round_s: float
     spare: bool
-    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., protocol: _Optional[int] = ..., round_s: _Optional[float] = ..., spare: _Optional[bool] = ...) -> None: ...
+    copy: bool
+    stays: bool
+    leaving: bool
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., protocol: _Optional[int] = ..., round_s: _Optional[float] = ..., spare: _Optional[bool] = ..., copy: _Optional[bool] = ..., stays: _Optional[bool] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class JobRecord(_message.Message):
     __slots__ = ("sealed",)

@@ -1,11 +1,13 @@
 """Workers of four stages train a tiny model that none of them holds, while some of them fail."""
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swarmnet_node.training.pipeline.pipeline import Pipeline as WorkersPipeline
 from swarmnet_protocols.net.protocol_ids import EXCHANGE, MICROBATCH, STEP
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.pipeline import microbatches
@@ -99,6 +101,31 @@ def test_a_fault_loses_no_microbatch(kind: str, fault: str, victim: str, tmp_pat
         if fault != "kill" or name not in hurt:
             assert lab.events[name][-1]["event"] == "done"
             assert lab.events[name][-1]["round"] == 4
+
+
+def give_all_a_place(patch: Patch) -> None:
+    always = property(lambda _: lambda: True, lambda *_: None)
+    patch.setattr(WorkersPipeline, "has_place", always, raising=False)
+
+
+@defence("no step waits for a newcomer", off=give_all_a_place)
+def test_no_step_waits_for_a_newcomer(tmp_path: Path) -> None:
+    ended_s: list[float] = []
+
+    def watch(name: str, event: dict[str, Any]) -> None:
+        if name == "0.0" and event["event"] == "round":
+            ended_s.append(asyncio.get_running_loop().time())
+            if event["round"] == 4:
+                lab.start("1.2")
+
+    lab = staged_lab(tmp_path, rounds=10, workers=3, least=1, stages=3)
+    lab.wanted = watch
+    run(train(lab, *names(dict.fromkeys(range(3), 2))))
+
+    lab.check_books()
+    took_s = [after - before for before, after in pairwise(ended_s)]
+    assert max(took_s[3:]) < 1.1 * min(took_s)
+    assert lab.settled["1.2"]
 
 
 def admit_all(patch: Patch) -> None:

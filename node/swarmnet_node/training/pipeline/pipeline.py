@@ -57,24 +57,16 @@ NEWS_S = 2.0
 class Pipeline:
     """The pipeline of a job with ``stages`` stages, at one worker."""
 
-    def __init__(
-        self,
-        job: StagedJob,
-        passes: StagePasses,
-        compute: Compute,
-        *,
-        batch: int,
-        has_place: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """``batch``: the microbatches of an origin's batch. ``has_place``: whether this worker's
-        contribution to the present round counts."""
+    def __init__(self, job: StagedJob, passes: StagePasses, compute: Compute, *, batch: int) -> None:
+        """``batch``: the microbatches of an origin's batch."""
         self._job = job
         self._stage = passes.trainer.stage
         self._workers = job.workers
         self._passes = passes
         self._compute = compute
         self._batch = batch
-        self._has_place = has_place
+        self.has_place: Callable[[], bool] = lambda: True
+        """Tells whether this worker's gradients count. A newcomer only receives."""
         self._turns = Turns(compute)
         self._client = MicrobatchClient(job.transport, job.id, job.timing)
         self._origin = None if self._stage else MicrobatchOrigin(job, passes, self._turns, compute)
@@ -100,7 +92,6 @@ class Pipeline:
         directory: Directory,
         compute: Compute,
         timing: Timing,
-        has_place: Callable[[], bool],
     ) -> "Pipeline":
         """Return the pipeline of a job at the worker of ``trainer``'s stage."""
         job, id = sealed.job, bytes.fromhex(sealed.id)
@@ -118,8 +109,13 @@ class Pipeline:
         workers = StageWorkers(directory, id, job.stages.count, transport.peer_id)
         passes = StagePasses(trainer, boundary)
         batch = job.training.batch_size // sequences
-        staged = StagedJob(id, job.stages.count, transport, workers, timing)
-        return cls(staged, passes, compute, batch=batch, has_place=has_place)
+        return cls(StagedJob(id, job.stages.count, transport, workers, timing), passes, compute, batch=batch)
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds that this worker computes for one origin's batch. 0 until they are known."""
+        turns = 2 if self._stage else 3  # stage 0 begins, ends, and runs the beginning backwards
+        return turns * self._batch * self._turns.turn_s
 
     async def serve(self) -> None:
         """Serve other workers until the transport closes."""
@@ -269,7 +265,7 @@ class Pipeline:
             if found is None:
                 raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this microbatch is not under way")
             return found[0]
-        if not self._has_place():
+        if not self.has_place():
             raise Refusal(refusal_pb2.REASON_OVERLOADED, "this worker only receives as yet", 1.0)
         await self._reach(id.round)
         if id not in self._kept and id.round < self._round:

@@ -8,6 +8,10 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
+KEEP = 0.9
+"""Share of the usual time that the next computation leaves. With less, one slow computation moves a
+worker. With more, others learn late that a machine became slow."""
+
 
 class Compute(Protocol):
     """Runs a function on the computing thread."""
@@ -31,6 +35,8 @@ class Turns:
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._count = 0
         self._busy = False
+        self.turn_s = 0.0
+        """Usual seconds of a computation. 0 before the first."""
 
     async def run(self, urgency: Urgency, work: Callable[[], T]) -> T:
         """Run ``work`` on the computing thread when it is its turn."""
@@ -45,8 +51,13 @@ class Turns:
                     self._pass_on()
                 raise
         self._busy = True
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
         try:
-            return await self._compute(work)
+            result = await self._compute(work)
+            took_s = clock() - started_s
+            self.turn_s = KEEP * self.turn_s + (1 - KEEP) * took_s if self.turn_s else took_s
+            return result
         finally:
             self._pass_on()
 
