@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from swarmnet_client.chain.hops import ChainReport
+from swarmnet_client.model.head import PromptReader
 from swarmnet_client.model.sampling import Sampling, Token
 from swarmnet_protocols.errors import SwarmnetError
 
@@ -27,6 +28,13 @@ class Request:
     owner: str = ""
     speculate: bool = True
     """Whether drafts are sent along with its newest token. The answer is the same."""
+    reader: PromptReader | None = field(default=None, compare=False)
+    """Reads the outputs of the last block at the prompt's positions, before the first token."""
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the outputs of all positions are read, so that no KV caches can be reused."""
+        return self.reader is not None and self.reader.reads_all
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from swarmnet_client.batching.sequences import IDLE_S, KEPT_POSITIONS, SequenceG
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle
 from swarmnet_client.hosts.model_hosts import ModelHosts
-from swarmnet_client.model.head import Layers, LmHead, open_layers
+from swarmnet_client.model.head import LmHead, NormedLayers, open_layers
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_client.model.sampling import USUAL_SAMPLING, Sampling
 from swarmnet_protocols.averages import averaged
@@ -256,7 +256,7 @@ def _may_retry(answer: Answer, why: SwarmnetError) -> bool:
     return answer.retries <= RETRIES
 
 
-def _loaded(local: LocalModel, options: LoadOptions) -> tuple[Layers, Vocabulary]:
+def _loaded(local: LocalModel, options: LoadOptions) -> tuple[NormedLayers, Vocabulary]:
     return open_layers(local, options), local.vocabulary()
 
 
@@ -272,6 +272,7 @@ class BatchedModel:
     """A model whose answers an endpoint serves. Made by :meth:`open`."""
 
     local: LocalModel
+    layers: NormedLayers
     vocabulary: Vocabulary
     batcher: Batcher
     hosts: ModelHosts
@@ -316,7 +317,7 @@ class BatchedModel:
                 lambda: hosts.room((0, spec.blocks)),
                 idle_s,
             ).running() as batcher:
-                yield cls(local, vocabulary, batcher, hosts, local.max_positions, speculates)
+                yield cls(local, layers, vocabulary, batcher, hosts, local.max_positions, speculates)
         finally:
             computing.shutdown(wait=False)
             if draft_model is not None:

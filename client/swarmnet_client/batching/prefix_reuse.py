@@ -48,18 +48,25 @@ class RunningSequence:
     """Whether a part of ``answer`` has been sent, so that ``held`` belongs to it."""
     speculator: Speculator = field(default_factory=Speculator)
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether the outputs of all positions are read that are sent now."""
+        return self.answer is not None and self.answer.request.reads_all and not self.answer.ids
+
     def shared(self, request: Request) -> int:
         """Return how many leading prompt ids are cached for the same owner; 0 below ``MIN_SHARED``.
 
         The prompt's last id does not count: it must be computed.
         """
-        return common(self.held, request.ids[:-1]) if self.owner == request.owner else 0
+        can_share = self.owner == request.owner and not request.reads_all
+        return common(self.held, request.ids[:-1]) if can_share else 0
 
     def will_share(self, request: Request) -> int:
         """Return what ``shared`` will return once the prompt that is being sent has been sent
         completely."""
         is_sending = self.answer is not None and self.has_begun and self.owner == request.owner
-        return common([*self.held, *self.todo], request.ids[:-1]) if is_sending else 0
+        can_share = is_sending and not request.reads_all
+        return common([*self.held, *self.todo], request.ids[:-1]) if can_share else 0
 
     def row(
         self, count: int, draft: Sequence[int] = (), origin: "Origin | None" = None
@@ -77,7 +84,9 @@ class RunningSequence:
                 source, before = origin.number, origin.ids
         ids, self.todo = [*self.todo[:count], *draft], self.todo[count:]
         rewrite = source != self.number or self.start < len(before)
-        row = Row(self.number, self.start, len(ids), 0 if self.todo else 1 + len(draft), source, rewrite)
+        outputs = 0 if self.todo else 1 + len(draft)
+        first = len(ids) - outputs if self.reads_all else 0
+        row = Row(self.number, self.start, len(ids), outputs, source, rewrite, first)
         self.held = [*before[: self.start], *ids] if rewrite else self.held
         if not rewrite:
             self.held.extend(ids)  # in place: a long answer would be copied with each token
@@ -168,5 +177,7 @@ def begin_alike(one: RunningSequence, other: RunningSequence, shared: int) -> bo
     """Return whether two unsent prompts of one owner share more than the ``shared`` ids already
     held."""
     if one.answer is None or other.answer is None or one.answer.request.owner != other.answer.request.owner:
+        return False
+    if other.reads_all:
         return False
     return common(one.todo, other.todo[:-1]) >= shared + MIN_SHARED

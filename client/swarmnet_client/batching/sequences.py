@@ -9,7 +9,7 @@ recomputed them.
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,10 @@ from swarmnet_client.chain.steps_in_flight import GiveUpIdle
 from swarmnet_client.model.drafts.speculation import Speculator, StepTimes
 from swarmnet_client.model.head import LmHead
 from swarmnet_client.model.sampling import Draw, Token
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.session.arrays import split
+from swarmnet_protocols.session.steps import Row
 
 if TYPE_CHECKING:
     from swarmnet_client.model.drafts.draft_model import DraftModel
@@ -195,7 +198,9 @@ class SequenceGroup:
             beginning.append(sequence)
             going.append((sequence, origin))
         lengths = [len(each.todo) - (len(origin.ids) if origin else 0) for each, origin in going]
-        counts = lengths if is_alone else share(PREFILL, lengths)
+        # the outputs of all positions of a long prompt would take too much memory at once
+        in_parts = not is_alone or any(sequence.reads_all for sequence, _ in going)
+        counts = share(PREFILL, lengths) if in_parts else lengths
         return [
             _Part(sequence, count, origin=origin)
             for (sequence, origin), count in zip(going, counts, strict=True)
@@ -284,6 +289,7 @@ class SequenceGroup:
             hidden = await chain.forward(tuple(rows), np.array(ids, np.int64), computed)
         finally:
             self._origins.subtract(used_now)
+        hidden = await self._read_prompts(rows, prompts, hidden)
         if not asking:
             return
         draws = [draw for part, answer in asking for draw in _draws(answer, part.draft)]
@@ -292,6 +298,17 @@ class SequenceGroup:
             tokens = list(itertools.islice(choices, len(part.draft) + 1))
             if part.sequence.answer is answer:  # else it left meanwhile
                 self._add_tokens(part, answer, tokens)
+
+    async def _read_prompts(self, rows: Sequence[Row], prompts: Mapping[int, Answer], hidden: Array) -> Array:
+        """Give outputs of prompts to their readers. Return the outputs after which tokens are
+        chosen."""
+        if not any(answer.request.reader for answer in prompts.values()):
+            return hidden
+        pieces = split(hidden, [row.wanted for row in rows])
+        for at, answer in prompts.items():
+            if answer.request.reader is not None:
+                await self._head.read(answer.request.reader, rows[at].end - len(pieces[at]), pieces[at])
+        return np.concatenate([piece[row.first :] for row, piece in zip(rows, pieces, strict=True)])
 
     def _add_tokens(self, part: "_Part", answer: Answer, tokens: Sequence[Token]) -> None:
         """Add ``tokens`` to an answer, up to the first that differs from the draft."""

@@ -137,7 +137,9 @@ class Auditor:
         if self._spec.adapter is not None:
             return rows
         return tuple(
-            replace(row, first=min(NEWCOMER_POSITIONS, row.count - row.outputs)) if row.start == 0 else row
+            replace(row, first=max(row.first, min(NEWCOMER_POSITIONS, row.count - row.outputs)))
+            if row.start == 0
+            else row
             for row in rows
         )
 
@@ -158,9 +160,14 @@ class Auditor:
         return None if self._watched is None else (self._watched, self._watched.changes)
 
     def step_done(
-        self, version: SequenceVersion, rows: tuple[Row, ...], values: Array, outputs: Array
+        self,
+        version: SequenceVersion,
+        asked: tuple[Row, ...],
+        rows: tuple[Row, ...],
+        values: Array,
+        outputs: Array,
     ) -> Array:
-        """Record the answer to a step. Return the outputs that the step asked for before
+        """Record the answer to a step. Return the outputs that the step ``asked`` for before
         ``add_audited_outputs`` added some."""
         self._ledger.earn(sum(row.count for row in rows) * self._spec.blocks)
         inputs = split(values, [row.count for row in rows])
@@ -171,9 +178,12 @@ class Auditor:
                 if row.sequence == watched.sequence and row.start == watched.length:
                     watched.add(row, given, part)
             self._news.set()
-        if not any(row.first for row in rows):
+        if asked == rows:
             return outputs
-        return np.concatenate([part[row.first :] for row, part in zip(rows, parts, strict=True)])
+        kept = zip(asked, rows, parts, strict=True)
+        return np.concatenate(
+            [each for want, row, part in kept for each in (part[: want.first], part[row.first :])]
+        )
 
     # ---- audits ---------------------------------------------------------------------------------
 

@@ -162,7 +162,7 @@ class Chain:
         ]
         outputs: list[list[Array]] = [[] for _ in rows]
         for part, output in zip(parts, await asyncio.gather(*steps), strict=True):
-            for (index, _), piece in zip(part, split(output, [row.outputs for _, row in part]), strict=True):
+            for (index, _), piece in zip(part, split(output, [row.wanted for _, row in part]), strict=True):
                 outputs[index].append(piece)
         return np.concatenate([piece for pieces in outputs for piece in pieces])
 
@@ -181,7 +181,7 @@ class Chain:
             trace.mark(seq, Moment.ANSWERED)
         if is_alone and sum(row.count for row in rows) == 1 and self.report.route is route:
             self._measure(clock() - started)
-        outputs = self._auditor.step_done(watched, rows, values, outputs)
+        outputs = self._auditor.step_done(watched, asked, rows, values, outputs)
         is_decode = all(row.count == row.outputs for row in asked)
         if is_decode or self.report.failovers > failovers:
             self.report.longest_stall_s = max(self.report.longest_stall_s, clock() - started)
@@ -272,5 +272,6 @@ def _piece(row: Row, done: int, count: int) -> Row:
     """
     left = row.count - done - count
     outputs = max(0, min(count, row.outputs - left))
+    first = max(0, min(count, row.first - done))
     source = row.sequence if done else row.source
-    return Row(row.sequence, row.start + done, count, outputs, source, row.rewrite and not done)
+    return Row(row.sequence, row.start + done, count, outputs, source, row.rewrite and not done, first)

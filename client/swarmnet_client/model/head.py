@@ -11,6 +11,9 @@ from swarmnet_client.model.sampling import Draw, Token, choose
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.models import LocalModel
 
+READ_POSITIONS = 16
+"""Positions of a prompt that are read at a time. With more, the next tokens of other answers wait
+longer; fewer take longer in all."""
 T = TypeVar("T")
 
 
@@ -29,7 +32,25 @@ class Layers(Protocol):
         """Return logits [N, V], float32, of outputs [N, D] of the last block."""
 
 
-def open_layers(local: LocalModel, options: LoadOptions) -> Layers:
+class NormedLayers(Layers, Protocol):
+    """Layers that give what is between norm and lm_head, too."""
+
+    def normed(self, hidden: Array) -> Array:
+        """Return outputs [N, D] of the last block after the final norm, float32."""
+
+
+class PromptReader(Protocol):
+    """Gets the outputs of the last block at positions of one prompt."""
+
+    reads_all: bool
+    """Whether it gets all positions; otherwise only the last one."""
+
+    def read(self, start: int, hidden: Array) -> None:
+        """Take the outputs [N, D] at the positions from ``start``. A piece at position 0 begins
+        anew: the prompt moved to another chain."""
+
+
+def open_layers(local: LocalModel, options: LoadOptions) -> NormedLayers:
     """Load the local layers of a model, without torch where this machine can."""
     if options.packed and options.device == "cpu":
         from swarmnet_client.model.native_layers import NativeLocalLayers
@@ -54,6 +75,12 @@ class LmHead:
     async def choose(self, hidden: Array, draws: list[Draw]) -> list[Token]:
         """Return the next token after each of the hidden states [N, D], chosen by its draw."""
         return await self.compute(partial(self._choose, hidden, draws))
+
+    async def read(self, reader: PromptReader, start: int, hidden: Array) -> None:
+        """Give ``reader`` the outputs [N, D] of the last block at the positions from ``start``."""
+        for at in range(0, len(hidden), READ_POSITIONS):
+            piece = hidden[at : at + READ_POSITIONS]
+            await self.compute(partial(reader.read, start + at, piece))
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the thread that computes, and return its result."""

@@ -82,6 +82,13 @@ class LocalLayers:
         return as_array(embed(self._model, as_tensor(ids).to(self._device)).cpu())
 
     @torch.inference_mode()
+    def normed(self, hidden: Array) -> Array:
+        """Return outputs [N, D] of the last block after the final norm, float32."""
+        states = as_tensor(hidden).to(self._model.device, self._model.dtype)[:, None]
+        output = self._model.base_model(inputs_embeds=states, use_cache=False, swarm_call=lambda _: states)
+        return as_array(output.last_hidden_state[:, 0].float().cpu())
+
+    @torch.inference_mode()
     def logits(self, hidden: Array) -> Array:
         """Return logits [N, V], float32, of outputs [N, D] of the last block."""
         return as_array(logits(self._model, type(self._model).forward, as_tensor(hidden)).cpu())

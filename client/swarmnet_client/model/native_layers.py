@@ -55,9 +55,13 @@ class NativeLocalLayers:
         check_ids(ids, self._embed.shape[0])
         return self._products.unpacked(self._embed, ids)
 
-    def logits(self, hidden: Array) -> Array:
-        """Return logits [N, V], float32, of outputs [N, D] of the last block."""
+    def normed(self, hidden: Array) -> Array:
+        """Return outputs [N, D] of the last block after the final norm."""
         states = as_float32(hidden)
         mean = np.square(states).mean(axis=1, keepdims=True)
-        normed = self._norm * (states / np.sqrt(mean + self._epsilon))
-        return self._products.multiply(normed, self._head)
+        found: Array = self._norm * (states / np.sqrt(mean + self._epsilon))
+        return found
+
+    def logits(self, hidden: Array) -> Array:
+        """Return logits [N, V], float32, of outputs [N, D] of the last block."""
+        return self._products.multiply(self.normed(hidden), self._head)

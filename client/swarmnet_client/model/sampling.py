@@ -84,7 +84,7 @@ def choose(scores: Array, draws: list[Draw]) -> list[Token]:
     tokens = []
     for unbiased, row, best, draw in zip(scores, changed, likeliest.tolist(), draws, strict=True):
         chosen = best if draw.sampling.temperature == 0 else _sample(row, draw)
-        tokens.append(_with_logprobs(unbiased, chosen, draw.sampling.top_logprobs))
+        tokens.append(with_logprobs(unbiased, chosen, draw.sampling.top_logprobs))
     return tokens
 
 
@@ -144,7 +144,9 @@ def _largest(values: Array, count: int) -> Array:
     return some[np.argsort(-values[some], kind="stable")]
 
 
-def _with_logprobs(row: Array, token: int, count: int | None) -> Token:
+def with_logprobs(row: Array, token: int, count: int | None) -> Token:
+    """Return a token with the log probabilities of its scores ``row`` [V], and those of the
+    ``count`` likeliest tokens. None: no log probabilities."""
     if count is None:
         return Token(token)
     shifted = row - row.max()

@@ -34,6 +34,8 @@ def test_native_layers_give_the_values_of_the_model(local: LocalModel) -> None:
     found, expected = ours.logits(hidden), theirs.logits(hidden)
     # An average of squares and a product: each output depends on twice as many terms as inputs.
     assert_near(as_tensor(found), as_tensor(expected), 2 * local.manifest.hidden_size)
+    normed = as_tensor(ours.normed(hidden)), as_tensor(theirs.normed(hidden))
+    assert_near(*normed, local.manifest.hidden_size)
     draws = [Draw(Sampling(), 0)] * 3
     assert choose(found, draws) == choose(expected, draws)
     with pytest.raises(ConfigError, match="no token 49152"):
