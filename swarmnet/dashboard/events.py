@@ -9,7 +9,7 @@ from swarmnet.dashboard.peers import name_of
 from swarmnet.units import counted
 
 MAX_EVENTS = 100
-_PRESENT = {"joining", "online", "leaving", "paused"}
+_PRESENT = {"joining", "online", "leaving", "paused", "finished"}
 
 Entries = Mapping[str, Mapping[str, Any]]
 

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from swarmnet_protocols.directory.catalog import MAX_MODELS
 
 PREFIX = "swarmnet_swarm_"
-STATES = ("joining", "online", "paused", "leaving", "incompatible")
+STATES = ("joining", "online", "paused", "leaving", "finished", "incompatible")
 """States of peers that are counted: every state but "gone"."""
 Body = Mapping[str, Any]
 _OF_MODELS: tuple[tuple[str, str, Callable[[Body], float]], ...] = (

@@ -107,7 +107,8 @@ def state_of(seen: PeerObservation) -> tuple[str, bool]:
     if seen.answers and seen.newest is not None:
         report = seen.newest.report
         if report.HasField("worker"):
-            return ("leaving" if report.worker.state == "leaving" else "online"), False
+            said = report.worker.state
+            return (said if said in {"leaving", "finished"} else "online"), False
         state = state_name(report.host.record.state)
         return _STATES.get(state, state), False
     announced = seen.announced

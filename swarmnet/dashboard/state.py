@@ -17,6 +17,7 @@ from swarmnet.dashboard.peers import CLIENT, edge_entries, is_shown, peer_entry,
 from swarmnet_protocols.averages import pooled
 from swarmnet_protocols.directory.host_announcements import MAX_NUMBER
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training.pipeline.stage_rows import stage_rows
 from swarmnet_protocols.wire import report_pb2
 
 MAX_PEERS = 2000
@@ -203,8 +204,19 @@ def _job_entry(
         "state": _job_state(job, round_, len(there), [report.state for report in present]),
         "waited_for": waited
         and {"peer_id": waited.waited_for, "why": waited.waited_why, "seconds": waited.waited_s},
+        "stages": None if job.stages is None else _stages(job.stages, there, job.id),
         "ended_s": None if there else known.get("ended_s") or round(now_s),
     }
+
+
+def _stages(count: int, workers: Sequence[PeerObservation], job_id: str) -> list[dict[str, Any]]:
+    """Return the stages of a job from the reports of its workers."""
+    found: list[dict[PeerId, report_pb2.WorkerReport | None]] = [{} for _ in range(count)]
+    for seen in workers:
+        report = report_pb2.WorkerReport() if seen.newest is None else seen.newest.report.worker
+        if report.job.hex() == job_id and report.stage.number < count:
+            found[report.stage.number][seen.peer] = report
+    return stage_rows(found)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -36,7 +36,7 @@ def test_a_model_that_fits_no_worker_is_trained(tmp_path: Path) -> None:
         pass
     with workers(tmp_path, job, "anna", "boris", "clara", options=options) as running:
         for worker in running.values():
-            worker.wait("notice")
+            worker.wait("finished")
         assert {worker.wait("ready")["stage"] for worker in running.values()} == {0, 1, 2}
         peaks = [_peak_mib(worker.process.pid) for worker in running.values()]
         assert max(peaks) < MAX_RAM_MIB, peaks

@@ -597,6 +597,8 @@ def report_messages() -> Iterator[Protobuf]:
         waited_why="network",
         waited_s=2.5,
         val_tokens=4096,
+        recent=pb.RecentWork(seconds=10, compute_s=7.5, tokens=4096, forward_bytes=1e6, backward_bytes=2e6),
+        stage=pb.WorkerStage(number=1, start=10, end=20),
     )
     yield pb.ReportRequest()
     yield pb.NodeReport(version="0.1.0", public_name="a volunteer", uptime_s=3600.5, host=host)

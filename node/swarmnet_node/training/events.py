@@ -3,7 +3,8 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from operator import sub
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_node.owner.given import Given
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 EventHandler = Callable[[dict[str, Any]], None]
 """Receives each event as a JSON object, with the fields of ``swarmnet train join --json``."""
 
+RECENT = 0.8
+"""Weight of a round in the report's recent work, relative to the next round. With less, one slow
+round hides the usual rate. With more, a change of the rate shows late."""
 _STATES = {
     "ready": "training",
     "waiting": "waiting",
@@ -24,7 +28,21 @@ _STATES = {
     "spare": "spare",
     "leaving": "leaving",
     "round": "training",
+    "finished": "finished",
 }
+
+
+class Meters(NamedTuple):
+    """Readings of a worker. The event "round" has their increase since the last round."""
+
+    round_s: float = 0.0
+    compute_s: float = 0.0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    boundary_received: int = 0
+
+    def since(self, before: "Meters") -> "Meters":
+        return Meters(*map(sub, self, before))
 
 
 def exchange_fields(outcome: "Outcome") -> dict[str, Any]:
@@ -75,6 +93,9 @@ class WorkerReporter:
             self._report.state = _STATES.get(kind, self._report.state)
         if kind == "ready":
             self._report.round = event["round"]
+            if event.get("stage") is not None:
+                start, end = event["blocks"]
+                self._report.stage.CopyFrom(pb.WorkerStage(number=event["stage"], start=start, end=end))
         elif kind in {"round", "merge"}:
             self._add_exchange(event)
         elif kind == "eval":
@@ -107,6 +128,10 @@ class WorkerReporter:
             waited = event.get("waited_for") or {"peer_id": "", "why": "", "seconds": 0.0}
             self._report.waited_for, self._report.waited_why = waited["peer_id"], waited["why"]
             self._report.waited_s = waited["seconds"]
+            recent = self._report.recent
+            work = {**event, "seconds": event["round_s"], "tokens": event["own_tokens"]}
+            for field in recent.DESCRIPTOR.fields:
+                setattr(recent, field.name, RECENT * getattr(recent, field.name) + work[field.name])
             if event["loss"] is not None:
                 self._report.loss = event["loss"]
         if event["committed"]:

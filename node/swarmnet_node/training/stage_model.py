@@ -56,6 +56,11 @@ class StageModel(nn.Module):
                 setattr(ends.base_model, EMBEDDING_SCALE, 1)
 
     @property
+    def block_range(self) -> tuple[int, int]:
+        """The blocks [start, end) of the stage."""
+        return self._start, self._start + (0 if self.span is None else len(self.span.layers))
+
+    @property
     def whole(self) -> Any:
         """The whole model on the meta device."""
         return self._whole[0]

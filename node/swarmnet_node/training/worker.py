@@ -32,7 +32,7 @@ import torch
 
 from swarmnet_node.owner.given import Given
 from swarmnet_node.training.checkpoint import CheckpointStore
-from swarmnet_node.training.events import EventHandler, exchange_fields
+from swarmnet_node.training.events import EventHandler, Meters, exchange_fields
 from swarmnet_node.training.known_workers import KnownWorkers
 from swarmnet_node.training.pipeline.pipeline import Pipeline
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
@@ -55,6 +55,7 @@ from swarmnet_protocols.training.matchmaking import Matchmaking, NoPlace, OutOfS
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.pacing import LEAST_WAIT_S, Wait, WorkerPace
 from swarmnet_protocols.training.pairs import Pairs
+from swarmnet_protocols.training.pipeline.microbatches import BoundaryBytes
 from swarmnet_protocols.training.pipeline.stages import stage_key
 from swarmnet_protocols.training.rosters import Roster
 from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
@@ -163,6 +164,8 @@ class Worker:
         self._interrupted: asyncio.Future[SwarmnetError | None] = asyncio.get_running_loop().create_future()
         """Ends ``run`` at once: with an error, or with None for a pause."""
         self._timing = Timing()
+        self._metered_at = Meters()
+        """The meters at the last round's end."""
         self._pipeline: Pipeline | None = None
         """This worker's part in a job with stages."""
         self._group_id = self.job_id
@@ -238,6 +241,7 @@ class Worker:
             await self._pipeline.advance(self.round)
             await self._pipeline.serve()
         await self._tell_privacy(None)
+        self._metered_at = self._meters()
         async with self._averager:
             self._emit(
                 "ready",
@@ -325,10 +329,7 @@ class Worker:
     async def _stay(self, seconds: float) -> None:
         """Serve the stage after the last round, because no other machine may have it."""
         if seconds > 0:
-            self._emit(
-                "notice",
-                text=f"the job is done; this worker keeps its stage for {seconds / 60:.0f} minutes: collect the model with `swarmnet train export --swarm`",
-            )
+            self._emit("finished", round=self.round, rounds=self._job.job.rounds, stays_s=seconds)
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._stopped.wait()
@@ -583,9 +584,8 @@ class Worker:
             tokens=round(outcome.tokens),
             own_tokens=pending.report.tokens,
             workers=pending.workers,
-            **exchange_fields(outcome),
+            **exchange_fields(outcome) | self._metered(outcome, wait_s),
             exchange_s=round(self._now() - pending.start_s, 3),
-            wait_s=round(wait_s, 3),
             waited_for=None
             if waited is None or waited.seconds < LEAST_WAIT_S
             else {"peer_id": waited.peer, "why": waited.why, "seconds": round(waited.seconds, 3)},
@@ -653,17 +653,39 @@ class Worker:
 
     # ---- helpers --------------------------------------------------------------------------------
 
+    def _meters(self) -> Meters:
+        traffic = BoundaryBytes() if self._pipeline is None else self._pipeline.traffic
+        bytes = traffic.forward, traffic.backward, traffic.received
+        return Meters(self._now(), self._pace.computed_s, *bytes)
+
+    def _metered(self, outcome: Outcome, wait_s: float) -> dict[str, Any]:
+        """Return the fields of the event "round" about time and traffic since the last one."""
+        now, before = self._meters(), self._metered_at
+        self._metered_at, spent = now, now.since(before)
+        compute_s = min(spent.compute_s, spent.round_s)
+        if self._pipeline is not None:  # it also waits for microbatches
+            wait_s = spent.round_s - compute_s
+        return {
+            "round_s": round(spent.round_s, 3),
+            "compute_s": round(compute_s, 3),
+            "wait_s": round(wait_s, 3),
+            "forward_bytes": spent.forward_bytes,
+            "backward_bytes": spent.backward_bytes,
+            "bytes_sent": outcome.bytes_sent + spent.forward_bytes + spent.backward_bytes,
+            "bytes_received": outcome.bytes_received + spent.boundary_received,
+        }
+
     @property
     def _knows_loss(self) -> bool:
         """False in the later stages: stage 0 computes the loss."""
         return not self._about_stage().get("stage")
 
-    def _about_stage(self) -> dict[str, int]:
+    def _about_stage(self) -> dict[str, Any]:
         """Return the fields about this worker's stage in the event "ready"."""
         trainer, stages = self._replica.trainer, self._job.stages
         if not isinstance(trainer, StageTrainer) or stages is None:
             return {}
-        return {"stage": trainer.stage, "stages": stages.count}
+        return {"stage": trainer.stage, "stages": stages.count, "blocks": list(trainer.block_range)}
 
     def _announcements(self) -> Iterable[Announcement]:
         yield worker_announcement(

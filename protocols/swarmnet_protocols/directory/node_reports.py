@@ -157,6 +157,11 @@ def check(report: pb.NodeReport) -> None:
         texts += [worker.name, worker.method, worker.state, worker.waited_for, worker.waited_why]
         numbers += [worker.round, worker.rounds, worker.tokens, worker.bytes_sent, worker.bytes_received]
         numbers += [abs(worker.loss), abs(worker.val_loss), worker.val_tokens, worker.waited_s]
+        recent, stage = worker.recent, worker.stage
+        numbers += [recent.seconds, recent.compute_s, recent.tokens]
+        numbers += [recent.forward_bytes, recent.backward_bytes]
+        _require(stage.start <= stage.end <= MAX_BLOCKS, "no span of a model")
+        _require(stage.number <= MAX_BLOCKS, "a stage beyond every model")
         _require(len(worker.job) == 32, "no id of a job")
         _require(len(worker.contributions) <= MAX_CONTRIBUTIONS, "too many contributions")
         for each in worker.contributions:

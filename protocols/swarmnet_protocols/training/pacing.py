@@ -123,6 +123,8 @@ class WorkerPace:
         """
         self.spent = NOTHING
         """What this worker spent since the last roster."""
+        self.computed_s = 0.0
+        """Seconds of computing so far."""
         self.others_s: Sequence[float] = ()
         """Seconds that ``most`` inner steps take each other worker; 0 for an unknown time."""
         self._most = most
@@ -134,6 +136,7 @@ class WorkerPace:
         """Add seconds that computing took, or by which network or disk delayed this worker."""
         spent = self.spent
         self.spent = Spent(spent.compute + compute, spent.network + network, spent.disk + disk)
+        self.computed_s += compute
 
     def stepped(self, steps: int, seconds: float) -> None:
         """Note the time of inner steps. They are a part of ``spent.compute``."""

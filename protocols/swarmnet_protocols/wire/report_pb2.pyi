@@ -164,7 +164,7 @@ class Flow(_message.Message):
     def __init__(self, upstream: _Optional[str] = ..., downstream: _Optional[str] = ..., sessions: _Optional[int] = ..., positions: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("job", "name", "method", "state", "round", "rounds", "loss", "val_loss", "tokens", "bytes_sent", "bytes_received", "contributions", "val_tokens", "waited_for", "waited_why", "waited_s")
+    __slots__ = ("job", "name", "method", "state", "round", "rounds", "loss", "val_loss", "tokens", "bytes_sent", "bytes_received", "contributions", "val_tokens", "waited_for", "waited_why", "waited_s", "recent", "stage")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +181,8 @@ class WorkerReport(_message.Message):
     WAITED_FOR_FIELD_NUMBER: _ClassVar[int]
     WAITED_WHY_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     name: str
     method: str
@@ -197,7 +199,33 @@ class WorkerReport(_message.Message):
     waited_for: str
     waited_why: str
     waited_s: float
-    def __init__(self, job: _Optional[bytes] = ..., name: _Optional[str] = ..., method: _Optional[str] = ..., state: _Optional[str] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., loss: _Optional[float] = ..., val_loss: _Optional[float] = ..., tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., val_tokens: _Optional[int] = ..., waited_for: _Optional[str] = ..., waited_why: _Optional[str] = ..., waited_s: _Optional[float] = ...) -> None: ...
+    recent: RecentWork
+    stage: WorkerStage
+    def __init__(self, job: _Optional[bytes] = ..., name: _Optional[str] = ..., method: _Optional[str] = ..., state: _Optional[str] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., loss: _Optional[float] = ..., val_loss: _Optional[float] = ..., tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., val_tokens: _Optional[int] = ..., waited_for: _Optional[str] = ..., waited_why: _Optional[str] = ..., waited_s: _Optional[float] = ..., recent: _Optional[_Union[RecentWork, _Mapping]] = ..., stage: _Optional[_Union[WorkerStage, _Mapping]] = ...) -> None: ...
+
+class RecentWork(_message.Message):
+    __slots__ = ("seconds", "compute_s", "tokens", "forward_bytes", "backward_bytes")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    compute_s: float
+    tokens: float
+    forward_bytes: float
+    backward_bytes: float
+    def __init__(self, seconds: _Optional[float] = ..., compute_s: _Optional[float] = ..., tokens: _Optional[float] = ..., forward_bytes: _Optional[float] = ..., backward_bytes: _Optional[float] = ...) -> None: ...
+
+class WorkerStage(_message.Message):
+    __slots__ = ("number", "start", "end")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    start: int
+    end: int
+    def __init__(self, number: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class Contribution(_message.Message):
     __slots__ = ("peer", "rounds")

@@ -31,6 +31,9 @@ _NOT_IN_STATUS = {
     "from",
     "to",
     "text",
+    "forward_bytes",
+    "backward_bytes",
+    "stays_s",
     *_TOTALS,
 }
 
@@ -166,7 +169,7 @@ def newest_job(data_dir: Path) -> str:
 def _state(kind: str, status: Mapping[str, Any]) -> str:
     if kind == "done":
         return "done" if status["round"] >= status["rounds"] else "left"
-    if kind in {"waiting", "spare", "paused", "leaving"}:
+    if kind in {"waiting", "spare", "paused", "leaving", "finished"}:
         return kind
     if kind in {"identity", "notice"}:
         return str(status["state"])

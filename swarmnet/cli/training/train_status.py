@@ -14,7 +14,14 @@ from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag
 from swarmnet.cli.output import clear_terminal, note, print_json, print_table, progress
 from swarmnet.cli.training.job_names import OptionalJobArgument, find_here, job_here, job_in_swarm, short_ids
 from swarmnet.cli.training.record import newest_job, read_status
-from swarmnet.cli.training.train_words import job_summary, model_of, summary, worker_summary
+from swarmnet.cli.training.train_words import (
+    job_summary,
+    model_of,
+    stage_name,
+    stage_summary,
+    summary,
+    worker_summary,
+)
 from swarmnet.swarm_file.entry import client_network
 from swarmnet.units import counted
 from swarmnet_protocols.averages import pooled
@@ -23,8 +30,9 @@ from swarmnet_protocols.joining.network import Network, connect
 
 if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
-    from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.net import PeerId, Transport
     from swarmnet_protocols.training.jobs import SealedJob
+    from swarmnet_protocols.wire.report_pb2 import WorkerReport
 
 WATCH_EVERY_S = 1.0
 LOOK_EVERY_S = 5.0
@@ -61,7 +69,7 @@ def _watch_here(folder: Path, *, watch: bool, as_json: bool) -> None:
     while True:
         fields = read_status(folder)
         fields["running"] = _is_running(fields)
-        if not fields["running"] and fields["state"] not in {"done", "left"}:
+        if not fields["running"] and fields["state"] not in {"done", "finished", "left"}:
             fields["state"] = "stopped"
         if not fields["running"] or not fields.get("warning"):
             fields.pop("warning", None)
@@ -82,11 +90,11 @@ async def _watch_swarm(network: Network, name: str, *, watch: bool, as_json: boo
         async with connect(network, client_mode=True) as (transport, directory):
             job, _ = await find_job(directory, await job_in_swarm(name, directory))
             while True:
-                workers = await _workers(transport, directory, job)
+                workers, stages = await _workers(transport, directory, job)
                 losses = [(each["val_loss"], each["val_tokens"]) for each in workers]
                 known = [(loss, tokens) for loss, tokens in losses if loss is not None]
                 val_loss = pooled(known, most=job.job.evaluation_tokens)
-                fields = _about(job) | {"val_loss": val_loss, "workers": workers}
+                fields = _about(job) | {"val_loss": val_loss, "stages": stages, "workers": workers}
                 waiting.close()
                 if fields != shown:
                     shown = fields
@@ -96,13 +104,16 @@ async def _watch_swarm(network: Network, name: str, *, watch: bool, as_json: boo
                 await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def _workers(transport: "Transport", directory: "Directory", job: "SealedJob") -> list[dict[str, Any]]:
-    """Return the workers of a job with their own reports. A worker that gives no report has nulls,
-    and the round that it announced last."""
+async def _workers(
+    transport: "Transport", directory: "Directory", job: "SealedJob"
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Return the workers of a job with their own reports, and its stages, if it has any. A worker
+    that gives no report has nulls, and the round that it announced last."""
     from swarmnet_protocols.directory.node_reports import ask_report
     from swarmnet_protocols.machine.aio import all_of
     from swarmnet_protocols.training import MAX_WORKERS
     from swarmnet_protocols.training.job_records import find_workers
+    from swarmnet_protocols.training.pipeline.stage_rows import stage_rows
     from swarmnet_protocols.training.pipeline.stages import groups
 
     members = groups(job.id, job.job.stage_count)
@@ -110,8 +121,10 @@ async def _workers(transport: "Transport", directory: "Directory", job: "SealedJ
     found = [(stage, *each) for stage, group in enumerate(listed) for each in [*group.items()][:MAX_WORKERS]]
     reports = await all_of(*(ask_report(transport, each.peer, each.addresses) for _, each, _ in found))
     workers = []
+    of_stages: list[dict[PeerId, WorkerReport | None]] = [{} for _ in members]
     for (stage, worker, position), report in zip(found, reports, strict=True):
         about = report.worker if report is not None and report.worker.job.hex() == job.id else None
+        of_stages[stage][worker.peer] = about
         workers.append(
             {
                 "peer_id": worker.peer,
@@ -126,7 +139,7 @@ async def _workers(transport: "Transport", directory: "Directory", job: "SealedJ
                 "addresses": list(worker.addresses),
             }
         )
-    return workers
+    return workers, None if job.job.stages is None else stage_rows(of_stages)
 
 
 def _about(job: "SealedJob") -> dict[str, Any]:
@@ -196,7 +209,7 @@ async def _jobs_of(network: Network) -> list[dict[str, Any]]:
 
         async def row(job: "SealedJob") -> dict[str, Any]:
             async with at_once:
-                return _about(job) | _progress(await _workers(transport, directory, job))
+                return _about(job) | _progress((await _workers(transport, directory, job))[0])
 
         return await all_of(*map(row, await find_jobs(directory)))
 
@@ -279,4 +292,6 @@ def _print_swarm(fields: dict[str, Any]) -> None:
     for worker in fields["workers"]:
         title = f"{worker['name'] or 'no name'}  {worker['peer_id']}"
         rows[title] = "\n".join([worker_summary(worker, fields["rounds"]), *worker["addresses"]])
-    print_table(f"{len(rows)} training", rows)
+    print_table(counted(len(rows), "worker"), rows)
+    if fields["stages"] is not None:
+        print_table("stages", {stage_name(each): stage_summary(each) for each in fields["stages"]})

@@ -96,6 +96,33 @@ def worker_summary(worker: Fields, rounds: int) -> str:
     return ", ".join([worker["state"] or "gives no report", *stage, *_numbers(worker, rounds)])
 
 
+def stage_name(stage: Fields) -> str:
+    """Return a stage of a job with its blocks."""
+    if stage["blocks"] is None:
+        return f"stage {stage['stage']}"
+    start, end = stage["blocks"]
+    ends = ["both ends"] if stage["stage"] == 0 else []
+    return f"stage {stage['stage']}: " + " and ".join(
+        ends + ([f"blocks {start}:{end}"] if end > start else [])
+    )
+
+
+def stage_summary(stage: Fields) -> str:
+    """Return the workers of a stage and their recent rates, in one line."""
+    parts = [counted(len(stage["workers"]), "worker")]
+    if stage["missing"]:
+        parts[0] += f" ({counted(stage['missing'], 'replica')} missing)"
+    if stage["occupancy"] is not None:
+        parts.append(f"{stage['occupancy']:.0%} of the time computing")
+    if stage["waits_for"] is not None:
+        parts.append(f"otherwise waiting for stage {stage['waits_for']}")
+    if stage["tokens_per_s"] is not None:
+        parts.append(f"{stage['tokens_per_s']:,.0f} tokens/s")
+    if stage["bytes_per_token"] is not None:
+        parts.append(f"{show_size(round(stage['bytes_per_token']))} a token to and from the next stage")
+    return ", ".join(parts)
+
+
 def _numbers(status: Fields, rounds: int) -> list[str]:
     parts = [f"round {status['round']} of {rounds}"]
     for name, label in (("loss", "loss"), ("val_loss", "validation")):
@@ -167,6 +194,11 @@ def sentence(event: Fields) -> str:
             return f"paused: {event['reason']}"
         case "leaving":
             return "leaving after this round; press Ctrl-C again to leave at once"
+        case "finished":
+            return (
+                f"finished; this worker keeps its stage for {event['stays_s'] / 60:.0f} minutes: collect the "
+                "model with `swarmnet train export --swarm`"
+            )
         case "done" if event["round"] < event["rounds"]:
             return f"left after {counted(event['round'], 'round')} of {event['rounds']}; the same command continues from there"
         case "done":

@@ -184,4 +184,7 @@ def test_real_boundaries_carry_the_bytes_of_the_yardstick(
     pipeline = Pipeline(row, lab.files.applied_to(open_job(lab.sealed).job), tmp_path / "cache")
     steps = [pipeline.step(number) for number in range(3)]
     assert sum(arrived) == sum(sum(sizes) for sizes, _ in steps)
+    events = [event for name in lab.events for event in lab.rounds(name).values()]
+    assert sum(event["bytes_sent"] for event in events) == sum(arrived)
+    assert sum(event["bytes_received"] for event in events) == sum(arrived)
     assert list(lab.losses().values()) == pytest.approx([loss for _, loss in steps], rel=near)

@@ -238,6 +238,10 @@ class ExpertPeers:
         )
 
 
+STAGES = 3
+"""Stages of the job."""
+
+
 def training(
     count: int, began_s: float, now_s: float, done_s: float | None = None
 ) -> tuple[list[JobObservation], list[PeerObservation]]:
@@ -266,6 +270,16 @@ def training(
                 report_pb2.Contribution(peer=each, rounds=round // (place + 1))
                 for place, each in enumerate(peers)
             ],
+            recent=report_pb2.RecentWork(
+                seconds=20.0,
+                compute_s=17.0 - 6 * (number % STAGES),
+                tokens=65_536,
+                forward_bytes=65_536 * 576,
+                backward_bytes=65_536 * 588,
+            ),
+            stage=report_pb2.WorkerStage(
+                number=number % STAGES, start=number % STAGES * 10, end=number % STAGES * 10 + 10
+            ),
         )
         age_s = 5000.0 + 700 * number + now_s - began_s
         name = SCRIPTS[0] if number == 0 else ""
@@ -273,7 +287,7 @@ def training(
         newest = TimedReport(report, now_s)
         observations.append(PeerObservation(peer, began_s, newest=newest, delay_s=0.02, failed_at_s=done_s))
     there = tuple(peers) if done_s is None else ()
-    known = JobObservation(job.hex(), "tiny stories, diloco", "diloco", 1000, there, round)
+    known = JobObservation(job.hex(), "tiny stories, diloco", "diloco", 1000, there, round, stages=STAGES)
     return [known], observations
 
 

@@ -82,7 +82,7 @@ class MicrobatchOrigin:
         self._passes = passes
         self._turns = turns
         self._compute = compute
-        self._client = MicrobatchClient(job.transport, job.id, job.timing)
+        self._client = MicrobatchClient(job.transport, job.id, job.timing, job.traffic)
         self._chains = Chains()
         self._steps: dict[int, _Step] = {}
 

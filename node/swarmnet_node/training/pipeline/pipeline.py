@@ -59,6 +59,7 @@ class Pipeline:
 
     def __init__(self, job: StagedJob, passes: StagePasses, compute: Compute, *, batch: int) -> None:
         """``batch``: the microbatches of an origin's batch."""
+        self.traffic = job.traffic
         self._job = job
         self._stage = passes.trainer.stage
         self._workers = job.workers
@@ -68,7 +69,7 @@ class Pipeline:
         self.has_place: Callable[[], bool] = lambda: True
         """Tells whether this worker's gradients count. A newcomer only receives."""
         self._turns = Turns(compute)
-        self._client = MicrobatchClient(job.transport, job.id, job.timing)
+        self._client = MicrobatchClient(job.transport, job.id, job.timing, job.traffic)
         self._origin = None if self._stage else MicrobatchOrigin(job, passes, self._turns, compute)
         self._round = 0
         self._kept: dict[MicrobatchId, KeptMicrobatch] = {}
@@ -231,14 +232,17 @@ class Pipeline:
             return kept[0].inputs is not None
 
         async def gradient(inputs: Buffer | None) -> Buffer:
+            self.traffic.received += len(inputs or b"")
             async with kept[0].lock:
                 if kept[0].inputs is None:
                     kept[0].inputs = inputs
                 try:
-                    return await self._gradient(microbatch, kept[0])
+                    answer = await self._gradient(microbatch, kept[0])
                 except ProtocolViolation:  # these inputs
                     kept[0].inputs = None
                     raise
+            self.traffic.backward += len(answer)
+            return answer
 
         with self._place(stream.peer):
             await answer_microbatch(

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import NotAuthorised
@@ -11,6 +11,7 @@ from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.job_records import find_workers
+from swarmnet_protocols.training.pipeline.microbatches import BoundaryBytes
 from swarmnet_protocols.training.pipeline.stages import stage_key
 from swarmnet_protocols.training.rounds.terms import RoundMember
 
@@ -90,3 +91,4 @@ class StagedJob:
     transport: Transport
     workers: StageWorkers
     timing: Timing
+    traffic: BoundaryBytes = field(default_factory=BoundaryBytes)

@@ -44,6 +44,7 @@ class StageTrainer(TrainedModel):
         """``batches``: the job's data, in stage 0 only."""
         super().__init__(job, model, device=device, memory=memory, progress=progress)
         self.stage = stage
+        self.block_range = model.block_range
         self.batches = batches
         self.report = StepReport(0.0, 0, 0.0)
         """The work behind ``gradients``, as the pipeline reports it."""

@@ -10,7 +10,7 @@ worker, and sends the same microbatch again.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import race
@@ -122,6 +122,17 @@ def peer_from_wire(id: str) -> PeerId:
     return PeerId(id)
 
 
+@dataclass
+class BoundaryBytes:
+    """Bytes of tensors that crossed the boundaries of a worker's stage."""
+
+    forward: int = 0
+    """Of activations that it sent to the next stage."""
+    backward: int = 0
+    """Of gradients that it sent to the stage before."""
+    received: int = 0
+
+
 @dataclass(frozen=True)
 class MicrobatchClient:
     """Asks other workers of a job for gradients."""
@@ -129,6 +140,7 @@ class MicrobatchClient:
     transport: Transport
     job: bytes
     timing: Timing
+    traffic: BoundaryBytes = field(default_factory=BoundaryBytes)
 
     async def gradient(
         self, microbatch: Microbatch, addresses: Sequence[str], outputs: Buffer, size_bytes: int
@@ -161,6 +173,7 @@ class MicrobatchClient:
         if not reply.admitted.known:
             for payload in _pieces(outputs):
                 await stream.send(pb.MicrobatchRequest(part=pb.Part()), payload)
+                self.traffic.forward += len(payload)
 
         async def next_part() -> Buffer:
             reply, payload = await stream.receive()
@@ -168,7 +181,9 @@ class MicrobatchClient:
                 raise _failure(reply, microbatch)
             return payload
 
-        return await _collected(next_part, size_bytes)
+        gradient = await _collected(next_part, size_bytes)
+        self.traffic.received += size_bytes
+        return gradient
 
 
 def _failure(reply: pb.MicrobatchReply, microbatch: Microbatch) -> SwarmnetError:

@@ -72,6 +72,7 @@ def test_important_lines_stay_above_the_bars(tmp_path: Path) -> None:
             round_event(1, committed=False, reason="too late"),
             round_event(2, excluded=refused),
             {"event": "leaving"},
+            {"event": "finished", "round": 9, "rounds": 9, "stays_s": 600.0},
         ):
             record.take(event)
             shown.show(event, tell(event, record.status))

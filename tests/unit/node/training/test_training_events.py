@@ -25,7 +25,8 @@ def trained(round: int, *peers: str, loss: float | None = 3.0, committed: bool =
         "contributors": list(peers),
         "committed": committed,
     }
-    return {"event": "round", "round": round, "loss": loss, "tokens": 320, **exchanged}
+    work = {"own_tokens": 160, "round_s": 4.0, "compute_s": 3.0, "forward_bytes": 80, "backward_bytes": 0}
+    return {"event": "round", "round": round, "loss": loss, "tokens": 320, **exchanged, **work}
 
 
 def report_after(tmp_path: Path, *events: dict[str, Any]) -> report_pb2.WorkerReport:
@@ -58,6 +59,16 @@ def test_the_report_sums_rounds(tmp_path: Path) -> None:
     assert {each.peer: each.rounds for each in report.contributions} == {OTHER: 2, ME: 1}
 
 
+def test_the_report_has_recent_work_of_a_stage(tmp_path: Path) -> None:
+    ready = READY | {"stage": 1, "stages": 3, "blocks": [2, 5]}
+    report = report_after(tmp_path, ready, trained(2), trained(3))
+    assert (report.stage.number, report.stage.start, report.stage.end) == (1, 2, 5)
+    recent = report.recent
+    assert (recent.seconds, recent.tokens) == pytest.approx((4 * 1.8, 160 * 1.8))
+    assert recent.compute_s / recent.seconds == pytest.approx(0.75)
+    assert recent.forward_bytes / recent.tokens == pytest.approx(0.5)
+
+
 def test_discarded_rounds_are_not_contributions(tmp_path: Path) -> None:
     report = report_after(
         tmp_path, READY, trained(2, ME, committed=False), {"event": "eval", "val_loss": 2.5, "tokens": 64}
@@ -74,6 +85,7 @@ def test_discarded_rounds_are_not_contributions(tmp_path: Path) -> None:
         ([READY, {"event": "waiting"}, trained(2)], "training"),
         ([READY, {"event": "leaving"}, trained(2)], "leaving"),
         ([READY, {"event": "leaving"}, {"event": "done", "round": 3}], "left"),
+        ([READY, {"event": "finished", "round": 10}], "finished"),
         ([READY, {"event": "done", "round": 10}], "done"),
         ([READY, {"event": "healed"}], "training"),
     ],

@@ -23,7 +23,9 @@ from swarmnet_protocols.training.pipeline.microbatches import (
     microbatch_from_wire,
     microbatch_to_wire,
 )
+from swarmnet_protocols.training.pipeline.stage_rows import stage_rows
 from swarmnet_protocols.wire import pipeline_pb2 as pb
+from swarmnet_protocols.wire.report_pb2 import RecentWork, WorkerReport, WorkerStage
 from tests.defences import Patch, defence
 
 JOB = bytes(range(32))
@@ -43,6 +45,23 @@ def test_a_microbatch_goes_round_the_ring() -> None:
     home = second.onward()
     assert (home.sender, home.receiver, home.is_home) == (SECOND, ORIGIN, True)
     assert received(microbatch_to_wire(JOB, home), sender=SECOND, receiver=ORIGIN) == home
+
+
+def test_rows_of_stages_show_who_holds_what_and_who_waits() -> None:
+    def worker(stage: int, compute_s: float, **sent: float) -> WorkerReport:
+        recent = RecentWork(seconds=10, compute_s=compute_s, tokens=1000, **sent)
+        return WorkerReport(recent=recent, stage=WorkerStage(number=stage, start=stage, end=stage + 1))
+
+    first = worker(0, 2.0, forward_bytes=4000.0, backward_bytes=3000.0)
+    rows = stage_rows([{ORIGIN: first, OTHER: first}, {FIRST: worker(1, 9.0, backward_bytes=2000.0)}, {}])
+
+    assert rows[0]["workers"] == sorted([ORIGIN, OTHER])
+    assert [each["missing"] for each in rows] == [0, 1, 2]
+    assert [each["blocks"] for each in rows] == [[0, 1], [1, 2], None]
+    assert [each["occupancy"] for each in rows] == [0.2, 0.9, None]
+    assert [each["waits_for"] for each in rows] == [1, None, 1]
+    assert [each["tokens_per_s"] for each in rows] == [200.0, 100.0, None]
+    assert [each["bytes_per_token"] for each in rows] == [6.0, None, None]
 
 
 def check_nothing(patch: Patch) -> None:
