@@ -203,7 +203,7 @@ def _add_history(app: FastAPI, feed: Feed) -> None:
         if entry is None:
             raise HTTPException(404, "this swarm has no such training job")
         points = await run_in_threadpool(history.job_points, job)
-        return {**entry, "curve": charts.job_chart(points), "rounds": charts.last_rounds(points)}
+        return {**entry, "curve": charts.job_chart(points), "last_rounds": charts.last_rounds(points)}
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,10 @@ export function jobPage(id) {
     show(data);
     const drawn = Object.entries(curves).map(([name, { update }]) => update(data.curve[name], [data.curve.loss, data.curve.val_loss]));
     none.hidden = drawn[0];
-    reconcile(rounds, data.rounds, (each) => each.round, () => h("tr", {}, h("th", { scope: "row" }), h("td"), h("td"), h("td")), (row, each) => {
+    reconcile(rounds, data.last_rounds, (each) => each.round, () => h("tr", {}, h("th", { scope: "row" }), h("td"), h("td"), h("td")), (row, each) => {
       [count(each.round), number(each.loss), count(each.workers), when(each.at_s)].forEach((text, at) => setText(row.children[at], text));
     });
-    found.querySelector("#rounds").hidden = data.rounds.length === 0;
+    found.querySelector("#rounds").hidden = data.last_rounds.length === 0;
   }, (is) => { found.hidden = !is; absent.hidden = is; });
 
   function show(job) {
