@@ -364,7 +364,13 @@ def read_control(data: bytes) -> None:
 def read_microbatch(data: bytes) -> None:
     wire = parse(pipeline_pb2.Microbatch, data)
     microbatches.microbatch_from_wire(
-        wire, job=wire.job, stages=len(wire.chain) + 1, count=8, sender=_PEER, receiver=_NEXT
+        wire,
+        job=wire.job,
+        stages=len(wire.chain) + 1,
+        count=8,
+        positions=1 << 10,
+        sender=_PEER,
+        receiver=_NEXT,
     )
 
 

@@ -362,7 +362,16 @@ def training_messages() -> Iterator[Protobuf]:
 def pipeline_messages() -> Iterator[Protobuf]:
     pb = pipeline_pb2
     yield pb.MicrobatchRequest(
-        begin=pb.Microbatch(job=_MANIFEST, round=7, origin=_PEER.id, number=3, stage=1, chain=[_PEER.id])
+        begin=pb.Microbatch(
+            job=_MANIFEST,
+            round=7,
+            origin=_PEER.id,
+            number=3,
+            stage=1,
+            chain=[_PEER.id],
+            tokens=30,
+            forward_only=True,
+        )
     )
     yield pb.MicrobatchRequest(part=pb.Part())
     yield pb.MicrobatchReply(heartbeat=pb.Heartbeat())

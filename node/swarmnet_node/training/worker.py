@@ -22,7 +22,7 @@ All computation is in ``replica.py``.
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -204,7 +204,7 @@ class Worker:
             AggregationRules.named(
                 exchange.aggregate,
                 float(slots * opened.job.round_tokens),
-                exact=self._pipeline is not None,
+                exact=self._pipeline is not None and method.kind == "gradients",
             ),
             dependencies.codec_executor,
             on_proven=lambda peer: self._workers.exclude([peer]),
@@ -438,7 +438,8 @@ class Worker:
         """
         report = NO_STEPS
         await self._tell_privacy(self.round)
-        if self._pipeline is not None and not await self._pass_microbatches(self._pipeline, slot):
+        pipeline = None if self._method.kind == "parameters" else self._pipeline
+        if pipeline is not None and not await self._with_stages(pipeline.gradient(self.round, slot)):
             self._slot = None
             return None, NO_STEPS
         if self._method.kind == "parameters":
@@ -448,27 +449,28 @@ class Worker:
                 self._state_server.expect(self.round, steps_s)
             overlapped = self._pace.overlap if self._pending is not None else 0
             report = await self._inner_steps(slot, 0, overlapped)
-            if overlapped < steps:
+            if overlapped < steps and self._slot is not None:
                 await self._finish_exchange()
-                if self._slot is None:
-                    return None, NO_STEPS
-                report = combined(report, await self._inner_steps(slot, overlapped, steps))
+                if self._slot is not None:
+                    report = combined(report, await self._inner_steps(slot, overlapped, steps))
+            if self._slot is None:
+                return None, NO_STEPS
         contribution, more = await self._compute(self._replica.contribution, self.round, slot)
         self._count(more)
         return contribution, combined(report, more)
 
-    async def _pass_microbatches(self, pipeline: Pipeline, slot: int) -> bool:
-        """Compute the gradient of this round together with the workers of the other stages.
+    async def _with_stages(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Do the ``work`` of this round together with the workers of the other stages.
 
-        Return False if this worker is behind. It looks itself, because nobody tells it.
+        Return None if this worker is behind. It looks itself, because nobody tells it.
         """
-        working = asyncio.create_task(pipeline.gradient(self.round, slot), name="pipeline")
+        working = asyncio.create_task(work, name="pipeline")
         try:
             while not (await asyncio.wait([working], timeout=LOOK_S))[0]:
                 await self._workers.refresh()
                 positions = (await self._matchmaking.positions(self._workers.alive())).values()
                 if 2 * sum(each.round > self.round for each in positions) > len(positions):
-                    return False
+                    return None
             return working.result()
         finally:
             await cancel(working)
@@ -490,9 +492,17 @@ class Worker:
         self._dependencies.given.trained(report.tokens, sample_tokens, trainer.blocks, gpu_s)
 
     async def _inner_steps(self, slot: int, first: int, end: int) -> StepReport:
-        before_s = self._pace.spent.compute
-        report = await self._compute(self._replica.steps, self.round, slot, first, end)
-        self._pace.stepped(end - first, self._pace.spent.compute - before_s)
+        """Run the inner steps [first, end) of this round. The slot is lost if this worker is
+        behind."""
+        if end == first:
+            return NO_STEPS
+        if self._pipeline is not None:
+            done = await self._with_stages(self._pipeline.steps(self.round, slot, first, end))
+            self._slot, report = (self._slot, done) if done else (None, NO_STEPS)
+        else:
+            before_s = self._pace.spent.compute
+            report = await self._compute(self._replica.steps, self.round, slot, first, end)
+            self._pace.stepped(end - first, self._pace.spent.compute - before_s)
         self._count(report)
         return report
 

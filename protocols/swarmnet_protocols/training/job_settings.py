@@ -522,12 +522,12 @@ class Job(_Section):
                     f"is 'muon', but workers exchange {kind} with {self.method.name}",
                     hint='use another method, such as diloco, or optimizer = "adamw"',
                 )
-            if self.stages is not None and kind != "gradients":
+            if self.stages is not None and kind == "scalars":
                 raise JobError(
                     "stages",
                     "",
-                    f"needs a method that exchanges gradients, and {self.method.name} exchanges {kind}",
-                    hint='use name = "allreduce" in [method], or remove [stages]',
+                    f"needs gradients, and {self.method.name} has none",
+                    hint='use another method, such as "diloco", or remove [stages]',
                 )
             if self.privacy is not None and kind == "scalars":
                 raise JobError(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&swarmnet_protocols/wire/pipeline.proto\x12\x14swarmnet.pipeline.v1\"z\n\x11MicrobatchRequest\x12\x31\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32 .swarmnet.pipeline.v1.MicrobatchH\x00\x12*\n\x04part\x18\x02 \x01(\x0b\x32\x1a.swarmnet.pipeline.v1.PartH\x00\x42\x06\n\x04kind\"\x06\n\x04Part\"\x0b\n\tHeartbeat\"\xdf\x01\n\x0fMicrobatchReply\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12\x32\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x1e.swarmnet.pipeline.v1.AdmittedH\x00\x12*\n\x04part\x18\x03 \x01(\x0b\x32\x1a.swarmnet.pipeline.v1.PartH\x00\x12.\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x1c.swarmnet.pipeline.v1.FailedH\x00\x42\x06\n\x04kind\"f\n\nMicrobatch\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0e\n\x06origin\x18\x03 \x01(\t\x12\x0e\n\x06number\x18\x04 \x01(\r\x12\r\n\x05stage\x18\x05 \x01(\r\x12\r\n\x05\x63hain\x18\x06 \x03(\t\"\x19\n\x08\x41\x64mitted\x12\r\n\x05known\x18\x01 \x01(\x08\"%\n\x06\x46\x61iled\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0c\n\x04\x62usy\x18\x02 \x01(\x08\"\xab\x01\n\x0bStepRequest\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12\x30\n\x07listing\x18\x02 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.ListingH\x00\x12,\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.StepEndH\x00\x42\x06\n\x04kind\"\xe1\x01\n\tStepReply\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12.\n\x06listed\x18\x02 \x01(\x0b\x32\x1c.swarmnet.pipeline.v1.ListedH\x00\x12\x30\n\x07\x61ttempt\x18\x03 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.AttemptH\x00\x12\x34\n\tcommitted\x18\x04 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.CommittedH\x00\x42\x06\n\x04kind\"F\n\x07Listing\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0f\n\x07numbers\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\"\x19\n\x06Listed\x12\x0f\n\x07missing\x18\x01 \x03(\r\"*\n\x07StepEnd\x12\x0f\n\x07origins\x18\x01 \x03(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\"\x1f\n\x07\x41ttempt\x12\x14\n\x0c\x63ontributors\x18\x01 \x03(\t\"\x0b\n\tCommittedb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&swarmnet_protocols/wire/pipeline.proto\x12\x14swarmnet.pipeline.v1\"z\n\x11MicrobatchRequest\x12\x31\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32 .swarmnet.pipeline.v1.MicrobatchH\x00\x12*\n\x04part\x18\x02 \x01(\x0b\x32\x1a.swarmnet.pipeline.v1.PartH\x00\x42\x06\n\x04kind\"\x06\n\x04Part\"\x0b\n\tHeartbeat\"\xdf\x01\n\x0fMicrobatchReply\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12\x32\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x1e.swarmnet.pipeline.v1.AdmittedH\x00\x12*\n\x04part\x18\x03 \x01(\x0b\x32\x1a.swarmnet.pipeline.v1.PartH\x00\x12.\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x1c.swarmnet.pipeline.v1.FailedH\x00\x42\x06\n\x04kind\"\x8c\x01\n\nMicrobatch\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0e\n\x06origin\x18\x03 \x01(\t\x12\x0e\n\x06number\x18\x04 \x01(\r\x12\r\n\x05stage\x18\x05 \x01(\r\x12\r\n\x05\x63hain\x18\x06 \x03(\t\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12\x14\n\x0c\x66orward_only\x18\x08 \x01(\x08\"\x19\n\x08\x41\x64mitted\x12\r\n\x05known\x18\x01 \x01(\x08\"%\n\x06\x46\x61iled\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0c\n\x04\x62usy\x18\x02 \x01(\x08\"\xab\x01\n\x0bStepRequest\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12\x30\n\x07listing\x18\x02 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.ListingH\x00\x12,\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.StepEndH\x00\x42\x06\n\x04kind\"\xe1\x01\n\tStepReply\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12.\n\x06listed\x18\x02 \x01(\x0b\x32\x1c.swarmnet.pipeline.v1.ListedH\x00\x12\x30\n\x07\x61ttempt\x18\x03 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.AttemptH\x00\x12\x34\n\tcommitted\x18\x04 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.CommittedH\x00\x42\x06\n\x04kind\"F\n\x07Listing\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0f\n\x07numbers\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\"\x19\n\x06Listed\x12\x0f\n\x07missing\x18\x01 \x03(\r\"*\n\x07StepEnd\x12\x0f\n\x07origins\x18\x01 \x03(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\"\x1f\n\x07\x41ttempt\x12\x14\n\x0c\x63ontributors\x18\x01 \x03(\t\"\x0b\n\tCommittedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,24 +39,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEARTBEAT']._serialized_end=207
   _globals['_MICROBATCHREPLY']._serialized_start=210
   _globals['_MICROBATCHREPLY']._serialized_end=433
-  _globals['_MICROBATCH']._serialized_start=435
-  _globals['_MICROBATCH']._serialized_end=537
-  _globals['_ADMITTED']._serialized_start=539
-  _globals['_ADMITTED']._serialized_end=564
-  _globals['_FAILED']._serialized_start=566
-  _globals['_FAILED']._serialized_end=603
-  _globals['_STEPREQUEST']._serialized_start=606
-  _globals['_STEPREQUEST']._serialized_end=777
-  _globals['_STEPREPLY']._serialized_start=780
-  _globals['_STEPREPLY']._serialized_end=1005
-  _globals['_LISTING']._serialized_start=1007
-  _globals['_LISTING']._serialized_end=1077
-  _globals['_LISTED']._serialized_start=1079
-  _globals['_LISTED']._serialized_end=1104
-  _globals['_STEPEND']._serialized_start=1106
-  _globals['_STEPEND']._serialized_end=1148
-  _globals['_ATTEMPT']._serialized_start=1150
-  _globals['_ATTEMPT']._serialized_end=1181
-  _globals['_COMMITTED']._serialized_start=1183
-  _globals['_COMMITTED']._serialized_end=1194
+  _globals['_MICROBATCH']._serialized_start=436
+  _globals['_MICROBATCH']._serialized_end=576
+  _globals['_ADMITTED']._serialized_start=578
+  _globals['_ADMITTED']._serialized_end=603
+  _globals['_FAILED']._serialized_start=605
+  _globals['_FAILED']._serialized_end=642
+  _globals['_STEPREQUEST']._serialized_start=645
+  _globals['_STEPREQUEST']._serialized_end=816
+  _globals['_STEPREPLY']._serialized_start=819
+  _globals['_STEPREPLY']._serialized_end=1044
+  _globals['_LISTING']._serialized_start=1046
+  _globals['_LISTING']._serialized_end=1116
+  _globals['_LISTED']._serialized_start=1118
+  _globals['_LISTED']._serialized_end=1143
+  _globals['_STEPEND']._serialized_start=1145
+  _globals['_STEPEND']._serialized_end=1187
+  _globals['_ATTEMPT']._serialized_start=1189
+  _globals['_ATTEMPT']._serialized_end=1220
+  _globals['_COMMITTED']._serialized_start=1222
+  _globals['_COMMITTED']._serialized_end=1233
 # @@protoc_insertion_point(module_scope)

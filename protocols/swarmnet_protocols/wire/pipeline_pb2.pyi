@@ -35,20 +35,24 @@ class MicrobatchReply(_message.Message):
     def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
 
 class Microbatch(_message.Message):
-    __slots__ = ("job", "round", "origin", "number", "stage", "chain")
+    __slots__ = ("job", "round", "origin", "number", "stage", "chain", "tokens", "forward_only")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     round: int
     origin: str
     number: int
     stage: int
     chain: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., origin: _Optional[str] = ..., number: _Optional[int] = ..., stage: _Optional[int] = ..., chain: _Optional[_Iterable[str]] = ...) -> None: ...
+    tokens: int
+    forward_only: bool
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., origin: _Optional[str] = ..., number: _Optional[int] = ..., stage: _Optional[int] = ..., chain: _Optional[_Iterable[str]] = ..., tokens: _Optional[int] = ..., forward_only: _Optional[bool] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("known",)

@@ -43,7 +43,8 @@ microbatch = 2
 learning_rate = 3e-3
 clip_norm = 0.5
 [method]
-name = "allreduce"
+name = "{method}"
+{settings}
 [exchange]
 deadline_s = 15
 max_workers = {most}
@@ -70,6 +71,8 @@ def staged_job(
     least: int | None = None,
     stages: int = 4,
     batch: int = 4,
+    method: str = "allreduce",
+    settings: str = "",
 ) -> str:
     data = folder / "data"
     if not data.exists():
@@ -84,6 +87,8 @@ def staged_job(
         least=workers if least is None else least,
         stages=stages,
         batch=batch,
+        method=method,
+        settings=settings,
         cuts=[*range(1, stages)],
     )
 

@@ -7,6 +7,9 @@ One round:
 2. It tells every worker which microbatches that worker counts. A worker that is lost before its
    stage has committed the round is replaced, too.
 3. ``ended`` tells all workers which origins stage 0 has averaged.
+
+If the method averages parameters, ``steps`` does 1 for each inner step, and takes the step. Workers
+count what passes through them, and ``ended`` tells them that this origin's round is over.
 """
 
 import asyncio
@@ -20,6 +23,8 @@ from swarmnet_node.training.data.sampler import target_count
 from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
 from swarmnet_node.training.pipeline.stage_workers import StagedJob
 from swarmnet_node.training.pipeline.turns import Compute, Turns, Urgency
+from swarmnet_node.training.replica import NO_STEPS, combined
+from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import all_of, cancel, in_background, race
 from swarmnet_protocols.net import PeerId
@@ -56,17 +61,25 @@ origin fails falls behind."""
 class _Step:
     """One round of this origin, until all stages have committed it."""
 
-    def __init__(self, round: int, slot: int, batches: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, round: int, slot: int, *, has_books: bool = True) -> None:
+        """``has_books`` False: workers count what passes through them, and the ledger is empty."""
         self.round = round
         self.slot = slot
-        self.batches = batches
+        self.has_books = has_books
         self.ledger = MicrobatchLedger()
-        self.begun = {number: KeptMicrobatch() for number in batches}
-        self.home = {number: KeptMicrobatch() for number in batches}
+        self.used: set[tuple[int, PeerId]] = set()
+        """Stages and workers that computed a microbatch."""
+        self.begin({})
         self.end: StepEnd | None = None
         self.committed: set[int] = set()
         self.told: dict[tuple[int, PeerId], asyncio.Task[None]] = {}
         self.news = asyncio.Condition()
+
+    def begin(self, batches: Mapping[int, torch.Tensor]) -> None:
+        """Begin with the microbatches of an inner step."""
+        self.batches = batches
+        self.begun = {number: KeptMicrobatch() for number in batches}
+        self.home = {number: KeptMicrobatch() for number in batches}
 
     async def notify(self) -> None:
         async with self.news:
@@ -88,28 +101,28 @@ class MicrobatchOrigin:
 
     async def originate(self, round: int, slot: int) -> None:
         """Bring the microbatches of a slot home, and have all workers confirm what they count."""
-        batches = await self._compute(lambda: self._passes.trainer.microbatches(round, slot))
-        await self._forget(round)
-        step = self._steps[round] = _Step(round, slot, dict(enumerate(batches)))
-        await self._compute(self._passes.restart)
-        open_here = asyncio.Semaphore(MAX_OPEN_OWN)
-
-        async def bring(number: int) -> None:
-            async with open_here:
-                await self._bring_home(step, number)
-
-        await all_of(*map(bring, step.batches))
-        for stage in range(1, self._job.stages):
-            for peer in step.ledger.workers(stage):
-                self._tell(step, stage, peer)
+        step = await self._begin(_Step(round, slot))
+        await self._bring_all_home(step, 0)
         async with step.news:
             await step.news.wait_for(lambda: step.ledger.is_confirmed)
         tokens = sum(step.ledger.tokens.values())
         await self._compute(lambda: self._passes.settle_own(tokens))
 
+    async def steps(self, round: int, slot: int, first: int, end: int) -> StepReport:
+        """Take the inner steps [first, end) of a round, each with the microbatches of a batch."""
+        step, report = self._steps.get(round), NO_STEPS
+        if step is None or not first:
+            step = await self._begin(_Step(round, slot, has_books=False))
+        for number in range(first, end):
+            await self._bring_all_home(step, number)
+            tokens = sum(map(target_count, step.batches.values()))
+            await self._compute(partial(self._passes.settle_own, tokens))
+            report = combined(report, await self._compute(partial(self._passes.step, round, number)))
+        return report
+
     async def ended(self, round: int, end: StepEnd) -> None:
         """Tell the workers of all stages how stage 0 ended a round."""
-        step = self._steps.setdefault(round, _Step(round, 0, {}))
+        step = self._steps.setdefault(round, _Step(round, 0))
         step.end = end
         await self._workers.refresh()
         origins = len(self._workers.of(0)) + 1
@@ -138,21 +151,45 @@ class MicrobatchOrigin:
 
     # ---- microbatches -------------------------------------------------------------------------
 
+    async def _begin(self, step: _Step) -> _Step:
+        await self._forget(step.round)
+        self._steps[step.round] = step
+        await self._compute(self._passes.restart)
+        return step
+
+    async def _bring_all_home(self, step: _Step, inner: int) -> None:
+        """Send the microbatches of an inner step through all stages."""
+        trainer = self._passes.trainer
+        batches = await self._compute(lambda: trainer.microbatches(step.round, inner, step.slot))
+        step.begin(dict(enumerate(batches, inner * len(batches))))
+        open_here = asyncio.Semaphore(MAX_OPEN_OWN)
+
+        async def bring(number: int) -> None:
+            async with open_here:
+                await self._bring_home(step, number)
+
+        await all_of(*map(bring, step.batches))
+        for stage, peer in step.used:
+            self._tell(step, stage, peer)
+
     async def _bring_home(self, step: _Step, number: int) -> None:
         begun = step.begun[number]
         await self._turns.run(Urgency.BEGIN, lambda: self._passes.begin(begun, step.batches[number]))
         chain: tuple[PeerId, ...] = ()
         while begun.graph is not None:
-            gradient = await self._travel(step, number, chain)
+            gradient, chain = await self._travel(step, number, chain)
             try:
                 await self._turns.run(Urgency.BACKWARD, partial(self._passes.finish, begun, gradient))
             except ProtocolViolation as error:
-                chain = self._without(step.ledger.chains[number], StageFailed(1, str(error)), {})
+                chain = self._without(chain, StageFailed(1, str(error)), {})
 
-    async def _travel(self, step: _Step, number: int, chain: tuple[PeerId, ...]) -> bytearray:
+    async def _travel(
+        self, step: _Step, number: int, chain: tuple[PeerId, ...]
+    ) -> tuple[bytearray, tuple[PeerId, ...]]:
         """Send a microbatch along ``chain``, with replacements where it fails, until it is home.
 
-        Empty: a new chain. Returns the gradient of stage 0's outputs.
+        Empty: a new chain. Returns the gradient of stage 0's outputs, and the chain that computed
+        it.
         """
         id = MicrobatchId(step.round, self._job.transport.peer_id, number)
         outputs = step.begun[number].outputs
@@ -162,17 +199,20 @@ class MicrobatchOrigin:
             chain = await self._complete(chain)
             addresses = self._workers.addresses(1, chain[0])
             start_s = self._now()
+            sent = Microbatch(id, 1, chain, tokens)
             try:
                 gradient = await self._client.gradient(
-                    Microbatch(id, 1, chain), addresses, outputs or b"", self._passes.boundary.gradient_bytes
+                    sent, addresses, outputs or b"", self._passes.boundary.gradient_bytes
                 )
             except StageFailed as failed:
                 chain = self._without(chain, failed, blamed)
                 continue
             for peer in chain:
                 self._chains.observe(peer, self._now() - start_s)
-            step.ledger.enter(number, chain, tokens)
-            return gradient
+            step.used.update(enumerate(chain, 1))
+            if step.has_books:
+                step.ledger.enter(number, chain, tokens)
+            return gradient, chain
 
     async def _complete(self, chain: tuple[PeerId, ...]) -> tuple[PeerId, ...]:
         """Return ``chain`` with a worker in each empty place."""

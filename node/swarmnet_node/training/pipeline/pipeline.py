@@ -4,6 +4,8 @@
 2. In each round, ``gradient`` leaves in the trainer the gradient of the microbatches that this
    worker counts. Stage 0 originates microbatches (``MicrobatchOrigin``). A later stage waits until
    stage 0 has ended its exchange, and takes the microbatches that origins list.
+   If methods average parameters, ``steps`` takes inner steps instead (``inner_steps.py``), until
+   the origins say that their round is over. Each stage then averages on its own.
 3. ``ended`` notes how the exchange of this worker's stage ended, and returns whether it counts.
 4. ``advance`` begins the next round.
 """
@@ -12,13 +14,15 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 
+from swarmnet_node.training.pipeline.inner_steps import InnerSteps, RoundEnds
 from swarmnet_node.training.pipeline.origin import MicrobatchOrigin
 from swarmnet_node.training.pipeline.stage_passes import Boundary, KeptMicrobatch, StagePasses
 from swarmnet_node.training.pipeline.stage_workers import StagedJob, StageWorkers
 from swarmnet_node.training.pipeline.turns import Compute, Turns, Urgency
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
+from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, ProtocolViolation
 from swarmnet_protocols.machine.aio import race
@@ -50,6 +54,8 @@ MAX_OPEN = 16
 """Microbatches of one caller that are open here. The caller passes over a worker that is full."""
 ROUND_WAIT_S = 20.0
 """Seconds that a request of the next round waits for this worker to reach it."""
+MAX_AHEAD = 2
+"""Rounds that an origin may be ahead. More are not remembered."""
 NEWS_S = 2.0
 """Seconds that a stage waits for news of the origins between two exchanges of a round."""
 
@@ -57,8 +63,11 @@ NEWS_S = 2.0
 class Pipeline:
     """The pipeline of a job with ``stages`` stages, at one worker."""
 
-    def __init__(self, job: StagedJob, passes: StagePasses, compute: Compute, *, batch: int) -> None:
-        """``batch``: the microbatches of an origin's batch."""
+    def __init__(
+        self, job: StagedJob, passes: StagePasses, compute: Compute, *, batch: int, inner_steps: int | None
+    ) -> None:
+        """``batch``: the microbatches of an origin's batch. ``inner_steps``: the inner steps of a
+        round; None if workers average gradients."""
         self.traffic = job.traffic
         self._job = job
         self._stage = passes.trainer.stage
@@ -68,6 +77,8 @@ class Pipeline:
         self._batch = batch
         self.has_place: Callable[[], bool] = lambda: True
         """Tells whether this worker's gradients count. A newcomer only receives."""
+        self._numbers = batch * (inner_steps or 1)
+        """Microbatches of an origin in a round."""
         self._turns = Turns(compute)
         self._client = MicrobatchClient(job.transport, job.id, job.timing, job.traffic)
         self._origin = None if self._stage else MicrobatchOrigin(job, passes, self._turns, compute)
@@ -83,6 +94,9 @@ class Pipeline:
         """Conversations of origins that are open. Each lasts until all stages have committed."""
         self._stopped = False
         self._news = asyncio.Condition()
+        self._last_step = inner_steps
+        self._ends = RoundEnds()
+        self._inner = InnerSteps(passes, self._turns, self._news) if inner_steps else None
 
     @classmethod
     def of(
@@ -110,7 +124,14 @@ class Pipeline:
         workers = StageWorkers(directory, id, job.stages.count, transport.peer_id)
         passes = StagePasses(trainer, boundary)
         batch = job.training.batch_size // sequences
-        return cls(StagedJob(id, job.stages.count, transport, workers, timing), passes, compute, batch=batch)
+        method = job.make_method()
+        return cls(
+            StagedJob(id, job.stages.count, transport, workers, timing),
+            passes,
+            compute,
+            batch=batch,
+            inner_steps=method.steps_per_round if method.kind == "parameters" else None,
+        )
 
     @property
     def batch_s(self) -> float:
@@ -144,6 +165,12 @@ class Pipeline:
     async def advance(self, round: int) -> None:
         """Begin ``round`` with the present weights."""
         self._round = round
+        self._ends.forget(round)
+        if self._inner is not None:  # microbatches are for whatever weights are here
+            for kept in self._kept.values():
+                kept.drop_graph()
+            await self._notify()
+            return
         await self._compute(self._passes.restart)
         self._kept = {id: kept for id, kept in self._kept.items() if id.round >= round - 1}
         for kept in self._kept.values():
@@ -182,6 +209,32 @@ class Pipeline:
         await self._turns.run(Urgency.BACKWARD, lambda: self._passes.settle(counted, self._kept))
         return True
 
+    async def steps(self, round: int, slot: int, first: int, end: int) -> StepReport | None:
+        """Take the inner steps [first, end) of a round. Return None if this worker stops.
+
+        A later stage ends the round when the origins have ended it. Its worker takes about as many
+        steps as theirs, on its share of their microbatches.
+        """
+        is_last = end == self._last_step
+        if self._origin is not None:
+            report = await self._origin.steps(round, slot, first, end)
+            if is_last:
+                me = self._job.transport.peer_id
+                await self._origin.ended(round, StepEnd((me,), report.tokens))
+            return report
+        if self._inner is None:
+            raise ConfigError("this job's method takes no inner steps")
+        await self._workers.refresh()
+        share = self._batch * len(self._workers.of(0)) / (len(self._workers.of(self._stage)) + 1)
+        report = await self._inner.run(
+            round,
+            first,
+            None if is_last else end,
+            max(1, int(share + 0.5)),
+            lambda: self._stopped or self._ends.is_over(round),
+        )
+        return None if self._stopped else report
+
     def is_discarded(self, round: int) -> bool:
         """Return whether stage 0 has discarded a round. Then every stage discards it."""
         end = self._accounts[round].end() if round in self._accounts else None
@@ -192,6 +245,8 @@ class Pipeline:
 
         If not, the stage repeats the exchange.
         """
+        if self._inner is not None:
+            return True
         contributors = outcome.all_contributors()
         if self._origin is not None:
             end = StepEnd((), 0) if outcome.average is None else StepEnd(contributors, int(outcome.tokens))
@@ -216,7 +271,8 @@ class Pipeline:
             request.begin,
             job=self._job.id,
             stages=self._job.stages,
-            count=self._batch,
+            count=self._numbers,
+            positions=self._passes.boundary.positions,
             sender=stream.peer,
             receiver=self._job.transport.peer_id,
         )
@@ -226,9 +282,13 @@ class Pipeline:
         if self._stage and microbatch.id.origin != stream.peer:
             await self._workers.check(microbatch.id.origin, 0)
         kept: list[KeptMicrobatch] = []
+        held = AsyncExitStack()
 
         async def admit() -> bool:
             kept.append(await self._admit(microbatch))
+            if self._inner is not None and not microbatch.is_home and kept[0].grad_inputs is None:
+                await held.enter_async_context(self._inner.place())
+                held.callback(kept[0].drop_graph)
             return kept[0].inputs is not None
 
         async def gradient(inputs: Buffer | None) -> Buffer:
@@ -245,9 +305,10 @@ class Pipeline:
             return answer
 
         with self._place(stream.peer):
-            await answer_microbatch(
-                stream, self._job.timing, admit, self._passes.boundary.inputs_bytes, gradient
-            )
+            async with held:
+                await answer_microbatch(
+                    stream, self._job.timing, admit, self._passes.boundary.inputs_bytes, gradient
+                )
 
     @contextmanager
     def _place(self, caller: PeerId) -> Iterator[None]:
@@ -271,10 +332,25 @@ class Pipeline:
             return found[0]
         if not self.has_place():
             raise Refusal(refusal_pb2.REASON_OVERLOADED, "this worker only receives as yet", 1.0)
+        if self._inner is not None:
+            if id not in self._kept:
+                self._forget_before(id)
+            kept = self._kept.setdefault(id, KeptMicrobatch())
+            kept.tokens = microbatch.tokens
+            return kept
         await self._reach(id.round)
         if id not in self._kept and id.round < self._round:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"round {id.round} is over here")
         return self._kept.setdefault(id, KeptMicrobatch())
+
+    def _forget_before(self, id: MicrobatchId) -> None:
+        """Forget other inner steps of an origin: all their microbatches are home."""
+        step = id.round, id.number // self._batch
+        self._kept = {
+            each: kept
+            for each, kept in self._kept.items()
+            if each.origin != id.origin or (each.round, each.number // self._batch) == step
+        }
 
     async def _reach(self, round: int) -> None:
         """Wait until this worker is at ``round`` or later. Raises ``Refusal`` if it is behind."""
@@ -318,7 +394,7 @@ class Pipeline:
         return kept.grad_inputs
 
     def _check_round(self, id: MicrobatchId) -> None:
-        if id.round != self._round:
+        if self._inner is None and id.round != self._round:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"round {id.round} is over here")
 
     def _has(self, id: MicrobatchId) -> bool:
@@ -338,7 +414,8 @@ class Pipeline:
         heartbeat = pb.StepReply(heartbeat=pb.Heartbeat())
 
         async def converse() -> None:
-            await self._reach(round)
+            if self._inner is None:
+                await self._reach(round)
             await race(self._note(stream, round, listed), self._say(stream, round))
 
         self._hearing += 1
@@ -346,6 +423,7 @@ class Pipeline:
             await race(converse(), stream.send_heartbeats(self._job.timing.heartbeat_s, lambda: heartbeat))
         finally:
             self._hearing -= 1
+            self._ends.lose(round, stream.peer)
             if round in self._accounts:
                 self._accounts[round].lost.add(stream.peer)
             await self._notify()
@@ -356,6 +434,8 @@ class Pipeline:
 
     async def _note(self, stream: ToOrigin, round: int, listed: dict[int, int]) -> None:
         origin = stream.peer
+        if self._inner is not None:
+            await self._note_end(stream, round)
         while True:
             if round >= self._round:
                 accounts = self._accounts.setdefault(round, Accounts())
@@ -372,6 +452,20 @@ class Pipeline:
             listed = self._listing(request.listing)
             if request.listing.round != round:
                 raise ProtocolViolation("the listing of another round")
+
+    async def _note_end(self, stream: ToOrigin, round: int) -> None:
+        """Note when an origin ends a round. Nothing is listed."""
+        if self._round <= round <= self._round + MAX_AHEAD:
+            self._ends.origins.setdefault(round, {})[stream.peer] = False
+        await stream.send(pb.StepReply(listed=pb.Listed()))
+        request, _ = await stream.receive()
+        if not request.HasField("end"):
+            raise ProtocolViolation("a listing, but this job's method counts what passes through")
+        if stream.peer in self._ends.origins.get(round, {}):
+            self._ends.origins[round][stream.peer] = True
+            await self._notify()
+        await stream.receive()
+        raise ProtocolViolation("an unexpected message of an origin")
 
     async def _say(self, stream: ToOrigin, round: int) -> None:
         said: tuple[PeerId, ...] | None = None

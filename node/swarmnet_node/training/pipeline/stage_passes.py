@@ -42,12 +42,19 @@ class KeptMicrobatch:
     outputs: Buffer | None = None
     grad_outputs: Buffer | None = None
     grad_inputs: Buffer | None = None
+    tokens: int = 0
+    """Its predicted tokens, as its origin says."""
     rest: tuple[PeerId, ...] | None = None
     """The later workers that have computed it."""
     leaf: torch.Tensor | None = None
     """The inputs of ``graph``."""
     graph: torch.Tensor | None = None
     """The outputs, until the backward pass."""
+
+    def drop_graph(self) -> None:
+        """Drop a graph that no backward pass has used, because the weights may change."""
+        if self.graph is not None:
+            self.graph = self.leaf = self.outputs = None
 
 
 @dataclass(frozen=True)
@@ -118,12 +125,18 @@ class StagePasses:
         self._accumulated: list[MicrobatchId] = []
         """The microbatches in the trainer's gradient, once for each time that they were added."""
         self._seconds = 0.0
+        self._tokens = 0
         self._usual_inputs, self._usual_gradients = UsualNorms(), UsualNorms()
 
+    @property
+    def count(self) -> int:
+        """The microbatches in the trainer's gradient."""
+        return len(self._accumulated)
+
     def restart(self) -> None:
-        """Forget the gradient, because a round begins."""
+        """Forget the gradient, because a round or an inner step begins."""
         self.trainer.free_gradients()
-        self._accumulated, self.losses, self._seconds = [], {}, 0.0
+        self._accumulated, self.losses, self._seconds, self._tokens = [], {}, 0.0, 0
 
     def begin(self, kept: KeptMicrobatch, batch: torch.Tensor) -> None:
         """Compute the outputs of stage 0."""
@@ -169,6 +182,7 @@ class StagePasses:
             graph, leaf, kept.graph, kept.leaf = kept.graph, kept.leaf, None, None
             outputs, kept.outputs = kept.outputs, None  # without a gradient, all is computed again
             self._accumulated.append(id)
+            self._tokens += kept.tokens
             values = self.trainer.accumulate(graph, decoded, leaf)
             kept.grad_inputs = self.boundary.gradient(values, id, self.trainer.stage)
             kept.grad_outputs, kept.outputs = gradient, outputs
@@ -194,7 +208,15 @@ class StagePasses:
 
     def settle_own(self, tokens: int) -> None:
         """Report the gradient of this worker's own microbatches, which are all home."""
+        self._tokens = tokens
         self.trainer.report = StepReport(sum(self.losses.values()) / max(1, tokens), tokens, self._seconds)
+
+    def step(self, round: int, step: int) -> StepReport:
+        """Take an inner step with the gradient, and forget it."""
+        report = StepReport(sum(self.losses.values()) / max(1, self._tokens), self._tokens, self._seconds)
+        self.trainer.step(round, step, self._tokens)
+        self.restart()
+        return report
 
     def _decoded(self, data: Buffer, usual: UsualNorms) -> torch.Tensor:
         """Decode a received tensor.

@@ -4,7 +4,8 @@
    the loss. All return tensors with autograd graphs, and change nothing.
 2. ``accumulate`` runs one graph backwards. It adds to the stage's gradient and returns the gradient
    of the graph's inputs, which travels to the stage before.
-3. The gradient is a sum over tokens. ``apply_gradient`` takes it divided by the step's tokens.
+3. The gradient is a sum over tokens. ``step`` takes an inner step with it. ``apply_gradient`` takes
+   a gradient that is divided by the tokens.
 """
 
 from collections.abc import Sequence
@@ -60,11 +61,11 @@ class StageTrainer(TrainedModel):
         """The model's number of tokens, if stages need their ids; else 0."""
         return 0 if self._model.subspace is None else int(self._model.config.vocab_size)
 
-    def microbatches(self, round: int, slot: int) -> Sequence[Tensor]:
+    def microbatches(self, round: int, step: int, slot: int) -> Sequence[Tensor]:
         """Return the microbatches of a slot, ``[k, L + 1]`` each. Stage 0 has them."""
         if self.batches is None:
             return ()
-        return self.batches.parts(self.batches.take(round, 0, slot))
+        return self.batches.parts(self.batches.take(round, step, slot))
 
     def gradient(self, round: int, step: int, slot: int) -> tuple[Tensor, StepReport]:
         """Return the mean gradient of the tokens in ``report``, ``[n]`` float32 on the CPU."""
@@ -123,6 +124,15 @@ class StageTrainer(TrainedModel):
             return None
         gradient, inputs.grad = inputs.grad, None
         return gradient
+
+    def step(self, round: int, step: int, tokens: int) -> None:
+        """Run an inner step with the accumulated gradient of ``tokens`` tokens.
+
+        A worker may take more steps than the round has. These have the last step's learning rate.
+        """
+        self.report_steps(step)
+        self.gradients().div_(max(1, tokens))
+        self._update(round, min(step, self._steps_per_round - 1))
 
     def gradients(self) -> Tensor:
         """Return the sum of the accumulated gradients, ``[n]`` float32. Zero after

@@ -39,7 +39,7 @@ class StageFailed(SwarmnetError):
 
 @dataclass(frozen=True, order=True)
 class MicrobatchId:
-    """Names the microbatch ``number`` of the origin's batch in a round."""
+    """Names one of the origin's microbatches of a round."""
 
     round: int
     origin: PeerId
@@ -50,13 +50,18 @@ class MicrobatchId:
 class Microbatch:
     """A microbatch on its way to the worker of ``stage``.
 
-    ``chain``: the workers of stages 1, 2, ... The stage after the last is the origin, which
-    computes the loss.
+    - ``chain``: the workers of stages 1, 2, ... The stage after the last is the origin, which
+      computes the loss.
+    - ``tokens``: the predicted tokens.
+    - ``is_forward_only``: True in an evaluation. The answer is then one byte instead of a gradient,
+      and nobody keeps anything.
     """
 
     id: MicrobatchId
     stage: int
     chain: tuple[PeerId, ...]
+    tokens: int = 0
+    is_forward_only: bool = False
 
     @property
     def receiver(self) -> PeerId:
@@ -90,24 +95,35 @@ def microbatch_to_wire(job: bytes, microbatch: Microbatch) -> pb.Microbatch:
         number=id.number,
         stage=microbatch.stage,
         chain=microbatch.chain,
+        tokens=microbatch.tokens,
+        forward_only=microbatch.is_forward_only,
     )
 
 
-def microbatch_from_wire(
-    wire: pb.Microbatch, *, job: bytes, stages: int, count: int, sender: PeerId, receiver: PeerId
+def microbatch_from_wire(  # noqa: PLR0913 - all by name but the first
+    wire: pb.Microbatch,
+    *,
+    job: bytes,
+    stages: int,
+    count: int,
+    positions: int,
+    sender: PeerId,
+    receiver: PeerId,
 ) -> Microbatch:
-    """Parse a microbatch of a job with ``stages`` stages and ``count`` microbatches a batch.
+    """Parse a microbatch of a job with ``stages`` stages.
 
-    Raises ``ProtocolViolation`` if it is of another job, out of range, names a peer twice, or is
-    not on its way from ``sender`` to ``receiver``.
+    ``count``: the microbatches of an origin in a round; ``positions``: most tokens of one. Raises
+    ``ProtocolViolation`` if it is of another job, out of range, names a peer twice, or is not on
+    its way from ``sender`` to ``receiver``.
     """
-    if wire.job != job or wire.number >= count or not 1 <= wire.stage <= stages:
+    is_in_range = wire.number < count and 1 <= wire.stage <= stages and wire.tokens <= positions
+    if wire.job != job or not is_in_range:
         raise ProtocolViolation("a microbatch of another job, or out of range")
     if len(wire.chain) != stages - 1 or len({wire.origin, *wire.chain}) != stages:
         raise ProtocolViolation("a chain without one worker for each stage")
     peers = [peer_from_wire(each) for each in (wire.origin, *wire.chain)]
     id = MicrobatchId(wire.round, peers[0], wire.number)
-    microbatch = Microbatch(id, wire.stage, tuple(peers[1:]))
+    microbatch = Microbatch(id, wire.stage, tuple(peers[1:]), wire.tokens, wire.forward_only)
     if (microbatch.sender, microbatch.receiver) != (sender, receiver):
         raise ProtocolViolation("a microbatch that takes another way")
     return microbatch

@@ -151,7 +151,7 @@ def test_a_job_whose_model_has_no_such_stages_is_refused(
     [
         ({"stages": {"count": 3, "cuts": [1]}}, "3 stages need 2"),
         ({"stages": {"count": 3, "cuts": [2, 2]}}, "increase"),
-        ({"stages": {"count": 2}, "method": {"name": "zo", "settings": {}}}, "exchanges gradients"),
+        ({"stages": {"count": 2}, "method": {"name": "zo", "settings": {}}}, "needs gradients"),
     ],
 )
 def test_stages_that_contradict_the_job_are_refused(

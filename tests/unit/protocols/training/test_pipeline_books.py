@@ -30,12 +30,12 @@ from tests.defences import Patch, defence
 
 JOB = bytes(range(32))
 ORIGIN, FIRST, SECOND, OTHER = (Identity.from_seed(bytes([number])).peer_id for number in range(4))
-SENT = Microbatch(MicrobatchId(7, ORIGIN, 3), 1, (FIRST, SECOND))
+SENT = Microbatch(MicrobatchId(7, ORIGIN, 3), 1, (FIRST, SECOND), 30, is_forward_only=True)
 
 
 def received(wire: pb.Microbatch, **changes: Any) -> Microbatch:
-    expected = {"job": JOB, "stages": 3, "count": 4, "sender": ORIGIN, "receiver": FIRST} | changes
-    return microbatch_from_wire(wire, **expected)
+    expected = {"job": JOB, "stages": 3, "count": 4, "positions": 32, "sender": ORIGIN, "receiver": FIRST}
+    return microbatch_from_wire(wire, **expected | changes)
 
 
 def test_a_microbatch_goes_round_the_ring() -> None:
@@ -81,6 +81,7 @@ def check_nothing(patch: Patch) -> None:
     [
         {"job": bytes(32)},
         {"number": 4},
+        {"tokens": 33},
         {"stage": 0},
         {"stage": 4},
         {"stage": 2},
@@ -103,6 +104,7 @@ def test_a_microbatch_that_goes_elsewhere_is_refused(change: dict[str, Any]) -> 
             job=JOB,
             stages=3,
             count=4,
+            positions=32,
             sender=ORIGIN,
             receiver=FIRST,
         )

@@ -1,0 +1,133 @@
+"""The inner steps of a later stage's worker, in jobs whose methods average parameters.
+
+A worker steps on the microbatches that pass through it, whoever sent them. One inner step:
+
+1. Up to ``share`` microbatches take a place. Each keeps it from its forward to its backward pass.
+2. When all have given a gradient, the worker takes the step, and the next ones get a place.
+
+So the weights never change between the two passes of a microbatch, and every gradient is exact. A
+microbatch whose later worker failed gives its place back. It is computed again when it returns.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+from swarmnet_node.training.pipeline.stage_passes import StagePasses
+from swarmnet_node.training.pipeline.turns import Turns, Urgency
+from swarmnet_node.training.replica import NO_STEPS, combined
+from swarmnet_node.training.steps.trainer import StepReport
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.wire import refusal_pb2
+
+CLOSED_S = 2.0
+"""Seconds that a microbatch waits for a worker that averages. With less, its origin asks again and
+again. With more, it is late for another worker of the stage."""
+IDLE_S = 2.0
+"""Seconds that a worker without a microbatch waits at the end of a round. With less, a worker that
+is late hurries through rounds. With more, others of its stage wait for it."""
+
+
+@dataclass
+class RoundEnds:
+    """What origins tell a worker about the ends of their rounds. Pure."""
+
+    origins: dict[int, dict[PeerId, bool]] = field(default_factory=dict)
+    """Round → origin → True if all its microbatches of the round are home."""
+
+    def is_over(self, round: int) -> bool:
+        """Return whether all origins that told of a round have ended it, or one a later round."""
+        told = self.origins.get(round, {})
+        return (bool(told) and all(told.values())) or any(
+            any(ends.values()) for later, ends in self.origins.items() if later > round
+        )
+
+    def lose(self, round: int, origin: PeerId) -> None:
+        """Do not wait for an origin whose conversation about a round broke."""
+        if not self.origins.get(round, {}).get(origin, True):
+            del self.origins[round][origin]
+
+    def forget(self, round: int) -> None:
+        """Drop what was told about rounds before ``round``."""
+        self.origins = {each: ends for each, ends in self.origins.items() if each >= round}
+
+
+class InnerSteps:
+    """The inner steps of one worker, and the places in them."""
+
+    def __init__(self, passes: StagePasses, turns: Turns, news: asyncio.Condition) -> None:
+        """``news`` is notified whenever something changes that others wait for."""
+        self._passes = passes
+        self._turns = turns
+        self._news = news
+        self._share = 1
+        self._taken = 0
+        self._placed = 0
+        self._is_open = False
+
+    async def run(
+        self, round: int, first: int, end: int | None, share: int, is_over: Callable[[], bool]
+    ) -> StepReport:
+        """Take the inner steps [first, end) of a round, or those until it ``is_over``.
+
+        ``end`` None: the round ends with these steps. What remains then makes a smaller step.
+        ``share``: the microbatches of a step.
+        """
+        if not first:
+            self._taken = 0
+            await self._turns.run(Urgency.BACKWARD, self._passes.restart)
+        self._share, self._is_open, report = share, True, NO_STEPS
+        try:
+            await self._notify()
+            while not is_over() and (end is None or self._taken < end):
+                async with self._news:
+                    await self._news.wait_for(lambda: self._is_full() or is_over())
+                if self._is_full():
+                    report = combined(report, await self._step(round))
+            if not report.tokens and not first:  # this worker is late, or nobody needed it
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(IDLE_S), self._news:
+                        await self._news.wait_for(self._is_full)
+        finally:
+            self._is_open = False
+            await self._notify()
+        async with self._news:
+            await self._news.wait_for(lambda: not self._placed)
+        if self._is_full() or (end is None and self._passes.count):
+            report = combined(report, await self._step(round))
+        return report
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Hold a place in the next step. Raises ``Refusal`` while this worker averages."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSED_S), self._news:
+                await self._news.wait_for(lambda: self._is_open)
+        async with self._news:
+            await self._news.wait_for(lambda: not self._is_open or self._has_room())
+            if not self._is_open:
+                raise Refusal(refusal_pb2.REASON_OVERLOADED, "this worker averages", 1.0)
+            self._placed += 1
+        try:
+            yield
+        finally:
+            self._placed -= 1
+            await self._notify()
+
+    def _has_room(self) -> bool:
+        return self._passes.count + self._placed < self._share
+
+    def _is_full(self) -> bool:
+        return self._passes.count >= self._share and not self._placed
+
+    async def _step(self, round: int) -> StepReport:
+        taken, self._taken = self._taken, self._taken + 1
+        report = await self._turns.run(Urgency.BACKWARD, lambda: self._passes.step(round, taken))
+        await self._notify()
+        return report
+
+    async def _notify(self) -> None:
+        async with self._news:
+            self._news.notify_all()

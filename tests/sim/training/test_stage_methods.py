@@ -1,0 +1,106 @@
+"""Workers of stages train with methods that average parameters."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from swarmnet_node.training.pipeline.inner_steps import RoundEnds
+from swarmnet_node.training.replica import Replica
+from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.protocol_ids import MICROBATCH
+from swarmnet_protocols.training.job_settings import Job
+from swarmnet_protocols.training.jobs import open_job
+from swarmnet_protocols.training.methods import Average
+from tests.support.network.memory_network import Delivery
+from tests.support.network.virtual_time import run
+from tests.support.training.stages import StageLab, names, staged_job
+from tests.support.training.workers import WorkerLab, train
+
+SETTINGS = {
+    "diloco": "sync_every = 4",
+    "streaming": "sync_every = 8\nfragments = 2\noverlap_steps = 2",
+    "sparseloco": "sync_every = 4",
+    "noloco": "sync_every = 4",
+}
+
+
+def one_process(job: Job, folder: Path, rounds: int) -> list[float]:
+    """The losses of one worker with the whole model."""
+    trainer = Trainer.open(job, TrainingMachine(folder / "cache", 1 << 33))
+    replica = Replica(job, trainer)
+    losses = []
+    for number in range(rounds):
+        losses.append(replica.steps(number, 0, 0, replica.method.steps_per_round).loss)
+        difference = replica.method.contribution(number, trainer.view())
+        replica.apply(number, Average(difference.clone(), ("me",)))
+    return losses
+
+
+def test_diloco_in_stages_trains_like_one_process(tmp_path: Path) -> None:
+    lab = StageLab(tmp_path, staged_job(tmp_path, method="diloco", settings="sync_every = 3", rounds=3))
+    run(train(lab, *names(dict.fromkeys(range(4), 1))))
+
+    job = lab.files.applied_to(open_job(lab.sealed).job)
+    assert list(lab.losses().values()) == pytest.approx(one_process(job, tmp_path, 3), rel=1e-5)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("method", SETTINGS)
+def test_a_method_loses_nothing_in_stages(method: str, tmp_path: Path) -> None:
+    """The loss of two stages with two workers each is near that of two workers of whole models."""
+    job = staged_job(tmp_path, method=method, settings=SETTINGS[method], rounds=4, stages=2, workers=2)
+    lab = StageLab(tmp_path, job)
+    run(train(lab, *names({0: 2, 1: 2})))
+    whole = WorkerLab(tmp_path, re.sub(r"\[stages\]\n.*\n.*\n", "", job))
+    run(train(whole, "one", "two"))
+
+    last = [whole.rounds(name)[3]["loss"] for name in ("one", "two")]
+    assert lab.losses()[3] == pytest.approx(sum(last) / 2, rel=0.03)
+    if method != "noloco":
+        for stage in range(2):
+            assert len({lab.rounds(f"{stage}.{n}")[3]["params_hash"] for n in range(2)}) == 1
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("victim", ["0.0", "1.0"])
+def test_a_stage_goes_on_without_a_dead_worker(victim: str, tmp_path: Path) -> None:
+    job = staged_job(
+        tmp_path, method="diloco", settings="sync_every = 4", rounds=4, stages=3, workers=2, least=1
+    )
+    lab = StageLab(tmp_path, job)
+    everybody = names(dict.fromkeys(range(3), 2))
+
+    def kill(delivery: Delivery) -> None:
+        is_its = lab.peer(victim) in (delivery.source, delivery.target)
+        is_now = delivery.protocol.id == MICROBATCH.id and bool(lab.rounds("2.0"))
+        if is_its and is_now and not lab.tasks[victim].cancelling():
+            lab.crash(victim)
+
+    lab.network.observers.append(kill)
+    run(train(lab, *everybody))
+
+    assert lab.tasks[victim].cancelled()
+    for name in set(everybody) - {victim}:
+        assert lab.events[name][-1]["event"] == "done"
+        assert lab.events[name][-1]["round"] == 4
+    losses = lab.losses()
+    assert losses[3] < losses[0]
+
+
+def test_a_round_ends_when_its_origins_say_so() -> None:
+    one, two = PeerId("one"), PeerId("two")
+    ends = RoundEnds({3: {one: False, two: False}})
+    ends.origins[3][one] = True
+    assert not ends.is_over(3)
+    ends.lose(3, two)  # its conversation broke
+    assert ends.is_over(3)
+    ends.lose(3, one)  # it has ended the round before
+    assert ends.is_over(3)
+    assert not ends.is_over(4)
+    ends.origins[5] = {two: True}
+    assert ends.is_over(4)
+    ends.forget(6)
+    assert not ends.is_over(4)
