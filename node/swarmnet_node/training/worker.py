@@ -602,10 +602,19 @@ class Worker:
             params_hash=params_hash,
         )
         if (pending.round + 1) % self._job.eval.every_rounds == 0 and not self.is_pausing:
-            if self._pipeline is None:
-                loss, tokens = await self._compute(self._replica.evaluate)
-                self._emit("eval", round=pending.round, val_loss=round(loss, 6), tokens=tokens)
+            await self._evaluate(pending.round, contributors)
             await self._save()
+
+    async def _evaluate(self, round_: int, contributors: Sequence[PeerId]) -> None:
+        """Emit the validation loss after a round. In a job with stages, stage 0 knows it."""
+        if self._pipeline is None:
+            found: tuple[float, int] | None = await self._compute(self._replica.evaluate)
+        else:
+            found = await self._with_stages(
+                self._pipeline.evaluate(round_, contributors, self._job.exchange.deadline_s)
+            )
+        if found is not None:
+            self._emit("eval", round=round_, val_loss=round(found[0], 6), tokens=found[1])
 
     async def _apply(self, round: int, average: Average | None, delivered: Sequence[Slice] = ()) -> None:
         """Apply the outcome of ``round``, and publish the state after it."""

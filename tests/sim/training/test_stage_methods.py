@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from swarmnet_node.training.data.sampler import target_count
 from swarmnet_node.training.pipeline.inner_steps import RoundEnds
 from swarmnet_node.training.replica import Replica
+from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.net import PeerId
@@ -27,8 +29,8 @@ SETTINGS = {
 }
 
 
-def one_process(job: Job, folder: Path, rounds: int) -> list[float]:
-    """The losses of one worker with the whole model."""
+def one_process(job: Job, folder: Path, rounds: int) -> tuple[list[float], tuple[float, int]]:
+    """The losses of one worker with the whole model, and its evaluation at the end."""
     trainer = Trainer.open(job, TrainingMachine(folder / "cache", 1 << 33))
     replica = Replica(job, trainer)
     losses = []
@@ -36,15 +38,33 @@ def one_process(job: Job, folder: Path, rounds: int) -> list[float]:
         losses.append(replica.steps(number, 0, 0, replica.method.steps_per_round).loss)
         difference = replica.method.contribution(number, trainer.view())
         replica.apply(number, Average(difference.clone(), ("me",)))
-    return losses
+    return losses, replica.evaluate()
 
 
 def test_diloco_in_stages_trains_like_one_process(tmp_path: Path) -> None:
-    lab = StageLab(tmp_path, staged_job(tmp_path, method="diloco", settings="sync_every = 3", rounds=3))
+    toml = staged_job(tmp_path, method="diloco", settings="sync_every = 3", rounds=3)
+    lab = StageLab(tmp_path, toml.replace("every_rounds = 100", "every_rounds = 3"))
     run(train(lab, *names(dict.fromkeys(range(4), 1))))
 
-    job = lab.files.applied_to(open_job(lab.sealed).job)
-    assert list(lab.losses().values()) == pytest.approx(one_process(job, tmp_path, 3), rel=1e-5)
+    losses, (val_loss, tokens) = one_process(lab.files.applied_to(open_job(lab.sealed).job), tmp_path, 3)
+    assert list(lab.losses().values()) == pytest.approx(losses, rel=1e-5)
+    evaluations = [event for events in lab.events.values() for event in events if event["event"] == "eval"]
+    assert [event["tokens"] for event in evaluations] == [tokens]
+    assert evaluations[0]["val_loss"] == pytest.approx(val_loss, rel=1e-5)
+
+
+def test_origins_divide_the_held_out_data(tmp_path: Path) -> None:
+    job = StageLab(tmp_path, staged_job(tmp_path, stages=2))
+    machine = TrainingMachine(tmp_path / "cache", 1 << 33)
+    trainer = StageTrainer.open(job.files.applied_to(open_job(job.sealed).job), 0, machine)
+    parts = [trainer.held_out(place, 3) for place in range(3)]
+    everything = trainer.held_out(0, 1)
+
+    assert sum(map(len, parts)) == len(everything)
+    assert sum(target_count(batch) for each in parts for _, batch in each) == sum(
+        target_count(batch) for _, batch in everything
+    )
+    assert {batch.shape for _, batch in everything} == {(2, 17)}
 
 
 @pytest.mark.matrix

@@ -190,6 +190,13 @@ class Batches:
             batch[start : start + self._microbatch] for start in range(0, len(batch), self._microbatch)
         )
 
+    def filled(self, part: Tensor) -> Tensor:
+        """Return a microbatch with as many rows as all have. Added rows do not count in the
+        loss."""
+        row = part[:1]
+        ignored = torch.where(row >= 0, ~row, row).expand(self._microbatch - len(part), -1)
+        return torch.cat([part, ignored])
+
     def held_out(self, batches: int) -> Iterator[tuple[int, Tensor]]:
         """Yield microbatches of at most ``batches`` validation batches, with their source.
 

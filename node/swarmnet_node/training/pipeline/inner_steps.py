@@ -65,7 +65,8 @@ class InnerSteps:
         self._share = 1
         self._taken = 0
         self._placed = 0
-        self._is_open = False
+        self.is_open = False
+        """True while microbatches get places."""
 
     async def run(
         self, round: int, first: int, end: int | None, share: int, is_over: Callable[[], bool]
@@ -78,7 +79,7 @@ class InnerSteps:
         if not first:
             self._taken = 0
             await self._turns.run(Urgency.BACKWARD, self._passes.restart)
-        self._share, self._is_open, report = share, True, NO_STEPS
+        self._share, self.is_open, report = share, True, NO_STEPS
         try:
             await self._notify()
             while not is_over() and (end is None or self._taken < end):
@@ -91,7 +92,7 @@ class InnerSteps:
                     async with asyncio.timeout(IDLE_S), self._news:
                         await self._news.wait_for(self._is_full)
         finally:
-            self._is_open = False
+            self.is_open = False
             await self._notify()
         async with self._news:
             await self._news.wait_for(lambda: not self._placed)
@@ -104,10 +105,10 @@ class InnerSteps:
         """Hold a place in the next step. Raises ``Refusal`` while this worker averages."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSED_S), self._news:
-                await self._news.wait_for(lambda: self._is_open)
+                await self._news.wait_for(lambda: self.is_open)
         async with self._news:
-            await self._news.wait_for(lambda: not self._is_open or self._has_room())
-            if not self._is_open:
+            await self._news.wait_for(lambda: not self.is_open or self._has_room())
+            if not self.is_open:
                 raise Refusal(refusal_pb2.REASON_OVERLOADED, "this worker averages", 1.0)
             self._placed += 1
         try:

@@ -8,13 +8,15 @@ One round:
    stage has committed the round is replaced, too.
 3. ``ended`` tells all workers which origins stage 0 has averaged.
 
+``evaluate`` sends held-out microbatches through all stages, forwards only.
+
 If the method averages parameters, ``steps`` does 1 for each inner step, and takes the step. Workers
 count what passes through them, and ``ended`` tells them that this origin's round is over.
 """
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 import torch
@@ -27,8 +29,9 @@ from swarmnet_node.training.replica import NO_STEPS, combined
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import all_of, cancel, in_background, race
-from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import STEP
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.training.pipeline.chains import Chains
 from swarmnet_protocols.training.pipeline.ledger import MicrobatchLedger, StepEnd
 from swarmnet_protocols.training.pipeline.microbatches import (
@@ -45,6 +48,7 @@ from swarmnet_protocols.training.pipeline.step_streams import (
     peers_from_wire,
 )
 from swarmnet_protocols.wire import pipeline_pb2 as pb
+from swarmnet_protocols.wire import refusal_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -61,17 +65,30 @@ origin fails falls behind."""
 class _Step:
     """One round of this origin, until all stages have committed it."""
 
-    def __init__(self, round: int, slot: int, *, has_books: bool = True) -> None:
+    def __init__(
+        self,
+        round: int,
+        slot: int,
+        *,
+        is_evaluated: bool = True,
+        has_books: bool = True,
+        is_evaluation: bool = False,
+    ) -> None:
         """``has_books`` False: workers count what passes through them, and the ledger is empty."""
         self.round = round
         self.slot = slot
         self.has_books = has_books
+        self.is_evaluation = is_evaluation
+        self.losses: dict[int, float] = {}
+        """The summed losses of an evaluation, by number."""
         self.ledger = MicrobatchLedger()
         self.used: set[tuple[int, PeerId]] = set()
         """Stages and workers that computed a microbatch."""
         self.begin({})
         self.end: StepEnd | None = None
         self.committed: set[int] = set()
+        self.is_evaluated = is_evaluated
+        """False until an evaluation after the round has ended."""
         self.told: dict[tuple[int, PeerId], asyncio.Task[None]] = {}
         self.news = asyncio.Condition()
 
@@ -98,10 +115,11 @@ class MicrobatchOrigin:
         self._client = MicrobatchClient(job.transport, job.id, job.timing, job.traffic)
         self._chains = Chains()
         self._steps: dict[int, _Step] = {}
+        self._evaluation: _Step | None = None
 
     async def originate(self, round: int, slot: int) -> None:
         """Bring the microbatches of a slot home, and have all workers confirm what they count."""
-        step = await self._begin(_Step(round, slot))
+        step = await self._begin(_Step(round, slot, is_evaluated=not self._is_due(round)))
         await self._bring_all_home(step, 0)
         async with step.news:
             await step.news.wait_for(lambda: step.ledger.is_confirmed)
@@ -112,7 +130,9 @@ class MicrobatchOrigin:
         """Take the inner steps [first, end) of a round, each with the microbatches of a batch."""
         step, report = self._steps.get(round), NO_STEPS
         if step is None or not first:
-            step = await self._begin(_Step(round, slot, has_books=False))
+            step = await self._begin(
+                _Step(round, slot, is_evaluated=not self._is_due(round), has_books=False)
+            )
         for number in range(first, end):
             await self._bring_all_home(step, number)
             tokens = sum(map(target_count, step.batches.values()))
@@ -131,6 +151,53 @@ class MicrobatchOrigin:
                 if (place - step.slot) % origins < TELLERS:
                     self._tell(step, stage, peer)
         await step.notify()
+
+    async def evaluate(self, round: int, place: int, origins: int, most_s: float) -> tuple[float, int] | None:
+        """Return the validation loss after a round, and its number of tokens.
+
+        Held-out data that all workers share is divided: this is origin ``place`` of ``origins``.
+        None if a microbatch does not come home within ``most_s``.
+        """
+        try:
+            return await self._evaluate(round + 1, place, origins, most_s)
+        except TimeoutError:
+            return None
+        finally:
+            await self.end_evaluation(round)
+
+    async def end_evaluation(self, round: int) -> None:
+        """Let other workers go, which also stay for the evaluation after the last round."""
+        if (step := self._steps.get(round)) is not None:
+            step.is_evaluated = True
+            await step.notify()
+
+    async def _evaluate(self, round: int, place: int, origins: int, most_s: float) -> tuple[float, int]:
+        held_out = await self._compute(lambda: self._passes.trainer.held_out(place, origins))
+        step = self._evaluation = _Step(round, place, has_books=False, is_evaluation=True)
+        step.begin({number: batch for number, (_, batch) in enumerate(held_out)})
+
+        async def send(number: int) -> None:
+            begun, batch = step.begun[number], step.batches[number]
+            begun.outputs = await self._turns.run(Urgency.BEGIN, lambda: self._passes.begin_evaluation(batch))
+            async with asyncio.timeout(most_s):
+                await self._travel(step, number, ())
+            begun.outputs = None
+
+        await self._all_of(step, send)
+        return self._passes.trainer.mean_loss(
+            (source, step.losses[number], target_count(batch))
+            for number, (source, batch) in enumerate(held_out)
+        )
+
+    async def note_loss(self, id: MicrobatchId, inputs: Buffer) -> None:
+        """Compute the loss of a microbatch that comes home in an evaluation. Raises ``Refusal``."""
+        step = self._evaluation
+        if step is None or step.round != id.round or id.number not in step.batches:
+            raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this microbatch is not under way")
+        batch = step.batches[id.number]
+        step.losses[id.number] = await self._turns.run(
+            Urgency.BACKWARD, lambda: self._passes.evaluate(batch, inputs)
+        )
 
     async def done(self) -> None:
         """Wait until all stages have committed all rounds."""
@@ -162,15 +229,19 @@ class MicrobatchOrigin:
         trainer = self._passes.trainer
         batches = await self._compute(lambda: trainer.microbatches(step.round, inner, step.slot))
         step.begin(dict(enumerate(batches, inner * len(batches))))
-        open_here = asyncio.Semaphore(MAX_OPEN_OWN)
-
-        async def bring(number: int) -> None:
-            async with open_here:
-                await self._bring_home(step, number)
-
-        await all_of(*map(bring, step.batches))
+        await self._all_of(step, partial(self._bring_home, step))
         for stage, peer in step.used:
             self._tell(step, stage, peer)
+
+    async def _all_of(self, step: _Step, bring: Callable[[int], Awaitable[None]]) -> None:
+        """Bring all microbatches of a step home, a few at a time."""
+        open_here = asyncio.Semaphore(MAX_OPEN_OWN)
+
+        async def place(number: int) -> None:
+            async with open_here:
+                await bring(number)
+
+        await all_of(*map(place, step.batches))
 
     async def _bring_home(self, step: _Step, number: int) -> None:
         begun = step.begun[number]
@@ -199,11 +270,10 @@ class MicrobatchOrigin:
             chain = await self._complete(chain)
             addresses = self._workers.addresses(1, chain[0])
             start_s = self._now()
-            sent = Microbatch(id, 1, chain, tokens)
+            sent = Microbatch(id, 1, chain, tokens, step.is_evaluation)
+            size_bytes = self._passes.boundary.answer_bytes(sent)
             try:
-                gradient = await self._client.gradient(
-                    sent, addresses, outputs or b"", self._passes.boundary.gradient_bytes
-                )
+                gradient = await self._client.gradient(sent, addresses, outputs or b"", size_bytes)
             except StageFailed as failed:
                 chain = self._without(chain, failed, blamed)
                 continue
@@ -334,8 +404,11 @@ class MicrobatchOrigin:
                 self._tell(step, index + 1, worker)
             await step.notify()
 
+    def _is_due(self, round: int) -> bool:
+        return (round + 1) % self._job.every_rounds == 0
+
     def _is_committed(self, step: _Step) -> bool:
-        return len(step.committed) == self._job.stages - 1
+        return step.is_evaluated and len(step.committed) == self._job.stages - 1
 
     async def _forget(self, round: int) -> None:
         """Drop earlier rounds that are over. A later round was begun from a state that is gone."""

@@ -13,7 +13,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 
 from swarmnet_node.training.pipeline.inner_steps import InnerSteps, RoundEnds
@@ -34,6 +34,7 @@ from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
 from swarmnet_protocols.training.jobs import SealedJob
 from swarmnet_protocols.training.pipeline.ledger import Accounts, StepEnd, commits
 from swarmnet_protocols.training.pipeline.microbatches import (
+    EVALUATED,
     Microbatch,
     MicrobatchClient,
     MicrobatchId,
@@ -64,10 +65,17 @@ class Pipeline:
     """The pipeline of a job with ``stages`` stages, at one worker."""
 
     def __init__(
-        self, job: StagedJob, passes: StagePasses, compute: Compute, *, batch: int, inner_steps: int | None
+        self,
+        job: StagedJob,
+        passes: StagePasses,
+        compute: Compute,
+        *,
+        batch: int,
+        held_out: int,
+        inner_steps: int | None,
     ) -> None:
-        """``batch``: the microbatches of an origin's batch. ``inner_steps``: the inner steps of a
-        round; None if workers average gradients."""
+        """``batch``: the microbatches of an origin's batch; ``held_out``: most of an evaluation.
+        ``inner_steps``: the inner steps of a round; None if workers average gradients."""
         self.traffic = job.traffic
         self._job = job
         self._stage = passes.trainer.stage
@@ -75,6 +83,7 @@ class Pipeline:
         self._passes = passes
         self._compute = compute
         self._batch = batch
+        self._held_out = held_out
         self.has_place: Callable[[], bool] = lambda: True
         """Tells whether this worker's gradients count. A newcomer only receives."""
         self._numbers = batch * (inner_steps or 1)
@@ -126,10 +135,11 @@ class Pipeline:
         batch = job.training.batch_size // sequences
         method = job.make_method()
         return cls(
-            StagedJob(id, job.stages.count, transport, workers, timing),
+            StagedJob(id, job.stages.count, transport, workers, timing, job.eval.every_rounds),
             passes,
             compute,
             batch=batch,
+            held_out=job.eval.batches * batch + len(job.data.sources),
             inner_steps=method.steps_per_round if method.kind == "parameters" else None,
         )
 
@@ -235,6 +245,23 @@ class Pipeline:
         )
         return None if self._stopped else report
 
+    async def evaluate(
+        self, round: int, contributors: Sequence[PeerId], most_s: float
+    ) -> tuple[float, int] | None:
+        """Return the validation loss after a round, and its number of tokens.
+
+        ``contributors`` of its exchange in stage 0 divide the work. None at other workers, and if a
+        microbatch does not come home within ``most_s``.
+        """
+        me = self._job.transport.peer_id
+        if self._origin is None:
+            return None
+        if me not in contributors:
+            await self._origin.end_evaluation(round)
+            return None
+        place = sorted(contributors).index(me)
+        return await self._origin.evaluate(round, place, len(contributors), most_s)
+
     def is_discarded(self, round: int) -> bool:
         """Return whether stage 0 has discarded a round. Then every stage discards it."""
         end = self._accounts[round].end() if round in self._accounts else None
@@ -271,7 +298,7 @@ class Pipeline:
             request.begin,
             job=self._job.id,
             stages=self._job.stages,
-            count=self._numbers,
+            count=self._held_out if request.begin.forward_only else self._numbers,
             positions=self._passes.boundary.positions,
             sender=stream.peer,
             receiver=self._job.transport.peer_id,
@@ -286,13 +313,16 @@ class Pipeline:
 
         async def admit() -> bool:
             kept.append(await self._admit(microbatch))
-            if self._inner is not None and not microbatch.is_home and kept[0].grad_inputs is None:
+            trains_here = not (microbatch.is_home or microbatch.is_forward_only)
+            if self._inner is not None and trains_here and kept[0].grad_inputs is None:
                 await held.enter_async_context(self._inner.place())
                 held.callback(kept[0].drop_graph)
             return kept[0].inputs is not None
 
         async def gradient(inputs: Buffer | None) -> Buffer:
             self.traffic.received += len(inputs or b"")
+            if microbatch.is_forward_only:
+                return await self._evaluate(microbatch, inputs or b"")
             async with kept[0].lock:
                 if kept[0].inputs is None:
                     kept[0].inputs = inputs
@@ -325,13 +355,16 @@ class Pipeline:
     async def _admit(self, microbatch: Microbatch) -> KeptMicrobatch:
         """Return what is kept of a microbatch. Raises ``Refusal`` if it is not of this round."""
         id = microbatch.id
+        if not microbatch.is_home and not self.has_place():
+            raise Refusal(refusal_pb2.REASON_OVERLOADED, "this worker only receives as yet", 1.0)
+        if microbatch.is_forward_only:
+            await self._reach(id.round)
+            return KeptMicrobatch()
         if microbatch.is_home:
             found = None if self._origin is None else self._origin.home(id)
             if found is None:
                 raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this microbatch is not under way")
             return found[0]
-        if not self.has_place():
-            raise Refusal(refusal_pb2.REASON_OVERLOADED, "this worker only receives as yet", 1.0)
         if self._inner is not None:
             if id not in self._kept:
                 self._forget_before(id)
@@ -353,11 +386,18 @@ class Pipeline:
         }
 
     async def _reach(self, round: int) -> None:
-        """Wait until this worker is at ``round`` or later. Raises ``Refusal`` if it is behind."""
+        """Wait until this worker is at ``round`` or later. Raises ``Refusal`` if it is behind.
+
+        A worker in its inner steps may still be averaging the round before.
+        """
+
+        def has_reached() -> bool:
+            return self._round >= round or (self._inner is not None and self._inner.is_open)
+
         with suppress(TimeoutError):
             async with asyncio.timeout(ROUND_WAIT_S), self._news:
-                await self._news.wait_for(lambda: self._round >= round or round > self._round + 1)
-        if self._round < round:
+                await self._news.wait_for(lambda: has_reached() or round > self._round + 1)
+        if not has_reached():
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"this worker is at round {self._round}", 1.0)
 
     async def _gradient(self, microbatch: Microbatch, kept: KeptMicrobatch) -> Buffer:
@@ -377,21 +417,32 @@ class Pipeline:
                 self._check_round(id)
                 await self._turns.run(Urgency.FORWARD, lambda: passes.forward(kept))
             if kept.grad_inputs is None or kept.rest != microbatch.rest:
-                onward = microbatch.onward()
-                addresses = self._workers.addresses(onward.stage % self._job.stages, onward.receiver)
-                gradient = await self._client.gradient(
-                    onward, addresses, kept.outputs or b"", passes.boundary.gradient_bytes
-                )
+                gradient = await self._ask_next(microbatch, kept.outputs or b"")
                 if kept.grad_inputs is None:
                     self._check_round(id)
                     try:
                         await self._turns.run(Urgency.BACKWARD, lambda: passes.backward(kept, gradient, id))
                     except ProtocolViolation as error:
-                        raise StageFailed(onward.stage, str(error)) from error
+                        raise StageFailed(microbatch.stage + 1, str(error)) from error
                 kept.rest = microbatch.rest
         if kept.grad_inputs is None:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "the round of this microbatch is over")
         return kept.grad_inputs
+
+    async def _evaluate(self, microbatch: Microbatch, inputs: Buffer) -> Buffer:
+        """Pass a microbatch of an evaluation on. Nothing of it is kept."""
+        if self._origin is not None:
+            await self._origin.note_loss(microbatch.id, inputs)
+            return EVALUATED
+        outputs = await self._turns.run(Urgency.FORWARD, lambda: self._passes.evaluated(inputs))
+        return await self._ask_next(microbatch, outputs)
+
+    async def _ask_next(self, microbatch: Microbatch, outputs: Buffer) -> bytearray:
+        """Return the next worker's answer. Raises ``StageFailed``."""
+        onward = microbatch.onward()
+        addresses = self._workers.addresses(onward.stage % self._job.stages, onward.receiver)
+        size_bytes = self._passes.boundary.answer_bytes(onward)
+        return await self._client.gradient(onward, addresses, outputs, size_bytes)
 
     def _check_round(self, id: MicrobatchId) -> None:
         if self._inner is None and id.round != self._round:

@@ -28,7 +28,7 @@ from swarmnet_protocols.training.codecs.boundary import (
     id_bytes,
     rounding_seed,
 )
-from swarmnet_protocols.training.pipeline.microbatches import MicrobatchId
+from swarmnet_protocols.training.pipeline.microbatches import EVALUATED, Microbatch, MicrobatchId
 from swarmnet_protocols.training.pipeline.norms import UsualNorms
 from swarmnet_protocols.wire import refusal_pb2
 
@@ -77,6 +77,10 @@ class Boundary:
     def inputs_bytes(self) -> int:
         ids_bytes = self.positions * id_bytes(self.vocabulary) if self.vocabulary else 0
         return self.gradient_bytes + ids_bytes
+
+    def answer_bytes(self, microbatch: Microbatch) -> int:
+        """Return the size of the answer to a microbatch."""
+        return len(EVALUATED) if microbatch.is_forward_only else self.gradient_bytes
 
     def decode(self, data: Buffer) -> torch.Tensor:
         """Decode a stage's inputs, or a gradient. Raises ``ProtocolViolation``."""
@@ -138,6 +142,11 @@ class StagePasses:
         self.trainer.free_gradients()
         self._accumulated, self.losses, self._seconds, self._tokens = [], {}, 0.0, 0
 
+    def begin_evaluation(self, batch: torch.Tensor) -> Buffer:
+        """Return the outputs of stage 0 in an evaluation."""
+        with self.trainer.evaluating():
+            return self.boundary.outputs(self.trainer.begin(batch), inputs_of(batch))
+
     def begin(self, kept: KeptMicrobatch, batch: torch.Tensor) -> None:
         """Compute the outputs of stage 0."""
         started = time.perf_counter()
@@ -187,6 +196,18 @@ class StagePasses:
             kept.grad_inputs = self.boundary.gradient(values, id, self.trainer.stage)
             kept.grad_outputs, kept.outputs = gradient, outputs
             self._seconds += time.perf_counter() - started
+
+    def evaluated(self, inputs: Buffer) -> Buffer:
+        """Return the outputs of a later stage in an evaluation."""
+        with self.trainer.evaluating():
+            ids = self.boundary.ids(inputs)
+            leaf = self._decoded(inputs, self._usual_inputs)
+            return self.boundary.outputs(self.trainer.forward(leaf, self.boundary.sequences, ids), ids)
+
+    def evaluate(self, batch: torch.Tensor, inputs: Buffer) -> float:
+        """Return the summed loss of a microbatch that comes home in an evaluation."""
+        with self.trainer.evaluating():
+            return float(self.trainer.end(self._decoded(inputs, self._usual_inputs), batch))
 
     def settle(
         self, counted: Mapping[MicrobatchId, int], kept: Mapping[MicrobatchId, KeptMicrobatch]

@@ -91,4 +91,6 @@ class StagedJob:
     transport: Transport
     workers: StageWorkers
     timing: Timing
+    every_rounds: int
+    """Rounds from one evaluation to the next."""
     traffic: BoundaryBytes = field(default_factory=BoundaryBytes)

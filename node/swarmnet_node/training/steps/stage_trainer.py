@@ -8,7 +8,8 @@
    a gradient that is divided by the tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 import torch
@@ -47,6 +48,7 @@ class StageTrainer(TrainedModel):
         self.stage = stage
         self.block_range = model.block_range
         self.batches = batches
+        self._eval_batches = job.eval.batches
         self.report = StepReport(0.0, 0, 0.0)
         """The work behind ``gradients``, as the pipeline reports it."""
 
@@ -66,6 +68,23 @@ class StageTrainer(TrainedModel):
         if self.batches is None:
             return ()
         return self.batches.parts(self.batches.take(round, step, slot))
+
+    def held_out(self, place: int, origins: int) -> Sequence[tuple[int, Tensor]]:
+        """Return the held-out microbatches that a worker of stage 0 evaluates, with their source.
+
+        Workers divide data that they share. A short microbatch gets rows that do not count in the
+        loss.
+        """
+        if self.batches is None:
+            return ()
+        found = list(self.batches.held_out(self._eval_batches))
+        if not any(share.is_own for share in self.batches.sampler.shares):
+            found = found[place::origins]
+        return [(source, self.batches.filled(part)) for source, part in found]
+
+    def mean_loss(self, losses: Iterable[tuple[int, float, int]]) -> tuple[float, int]:
+        """Return the mean of held-out microbatches, as ``Batches.mean``."""
+        return (0.0, 0) if self.batches is None else self.batches.mean(losses)
 
     def gradient(self, round: int, step: int, slot: int) -> tuple[Tensor, StepReport]:
         """Return the mean gradient of the tokens in ``report``, ``[n]`` float32 on the CPU."""
@@ -89,6 +108,16 @@ class StageTrainer(TrainedModel):
         )
         trainer.local = local
         return trainer
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Make passes that leave no graph, and none of the randomness of training."""
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._model.train()
 
     def begin(self, batch: Tensor) -> Tensor:
         """Return the outputs of stage 0 for a microbatch of tokens, ``[k, L + 1]``."""

@@ -25,6 +25,8 @@ from swarmnet_protocols.wire import refusal_pb2
 
 ToNext = TypedStream[pb.MicrobatchRequest, pb.MicrobatchReply]
 ToCaller = TypedStream[pb.MicrobatchReply, pb.MicrobatchRequest]
+EVALUATED = b"\1"
+"""The answer to a microbatch of an evaluation."""
 _PASSING = (refusal_pb2.REASON_OVERLOADED, refusal_pb2.REASON_OUT_OF_RESOURCES)
 
 
