@@ -26,7 +26,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from swarmnet.gateway.errors import RETRY_S, ApiError, api_error
-from swarmnet.gateway.generation.generation import Generation
+from swarmnet.gateway.generation.generation import Continuation, Generation
 from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest
 from swarmnet.gateway.generation.tokenization import PromptTokenizer
 from swarmnet.gateway.metrics import GatewayMetrics
@@ -47,6 +47,7 @@ from swarmnet.resident import PATH
 from swarmnet.web.middleware import key_name
 from swarmnet_client.batching import answers
 from swarmnet_client.batching.continuous_batching import BatchedModel
+from swarmnet_client.model.prompt_readers import PromptScores
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
@@ -214,7 +215,7 @@ class Gateway:
                     wanted.stop,
                     self._metrics,
                     prompt_tokens=sum(map(len, prompts)),
-                    continues=not isinstance(wanted.prompt, ChatPrompt),
+                    continues=await self._continuation(wanted),
                 )
             )
             clock = asyncio.get_running_loop().time
@@ -237,6 +238,15 @@ class Gateway:
             for prompt in wanted.prompt
         ]
 
+    async def _continuation(self, wanted: GenerationRequest) -> Continuation | None:
+        if isinstance(wanted.prompt, ChatPrompt):
+            return None
+        echoes = []
+        for prompt in wanted.prompt if wanted.echo else ():
+            text = prompt if isinstance(prompt, str) else await self._tokenizer.decode(prompt)
+            echoes += [text] * wanted.n
+        return Continuation(echoes, is_empty=wanted.max_tokens == 0)
+
     def _sequence_requests(
         self, wanted: GenerationRequest, prompts: list[list[int]], key: str
     ) -> list[answers.Request]:
@@ -254,15 +264,20 @@ class Gateway:
                 who = "the model takes" if most == self.served.context else "the hosts have room for"
                 message = f"the prompt has {len(prompt)} tokens; {who} 1 to {most - 1}"
                 raise ApiError(400, message, "context_length_exceeded", param=wanted.param)
+            most_new = room if wanted.max_tokens is None else min(room, max(1, wanted.max_tokens))
             for _ in range(wanted.n):
+                reader = None
+                if wanted.echo and wanted.sampling.top_logprobs is not None:
+                    reader = PromptScores(self.served.layers, prompt, wanted.sampling.top_logprobs)
                 requests.append(
                     answers.Request(
                         tuple(prompt),
-                        min(room, wanted.max_tokens or room),
+                        most_new,
                         replace(wanted.sampling, seed=wanted.sampling.seed + len(requests)),
                         frozenset() if wanted.ignore_eos else self.served.end_ids,
                         owner=_owner(wanted, key),
                         speculate=self.served.speculates,
+                        reader=reader,
                     )
                 )
         return requests

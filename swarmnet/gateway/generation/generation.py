@@ -3,15 +3,29 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from swarmnet.gateway.generation.detokenizer import IncrementalDetokenizer, StopStrings
 from swarmnet.gateway.generation.events import ChoiceEnd, Delta, TextDelta, Usage
 from swarmnet.gateway.metrics import GatewayMetrics
 from swarmnet_client.batching.answers import Prefill, Request
 from swarmnet_client.batching.continuous_batching import BatchedModel
+from swarmnet_client.model.prompt_readers import PromptScores
 from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import in_background
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Answers that continue the texts of their prompts.
+
+    - ``echoes``: the text of each choice's prompt, if the choice begins with it.
+    - ``is_empty``: whether nothing follows the echoes.
+    """
+
+    echoes: Sequence[str] = ()
+    is_empty: bool = False
 
 
 class Generation:
@@ -30,10 +44,10 @@ class Generation:
         metrics: GatewayMetrics,
         *,
         prompt_tokens: int,
-        continues: bool = False,
+        continues: Continuation | None = None,
     ) -> None:
-        """``prompt_tokens``: tokens of all prompts, each counted once. ``continues``: the answers
-        continue the text of their prompts."""
+        """``prompt_tokens``: tokens of all prompts, each counted once. ``continues``: how the
+        answers continue the texts of their prompts; None if they are texts of their own."""
         self.usage = Usage(prompt_tokens)
         """What the choices took so far."""
         self._served = served
@@ -57,7 +71,7 @@ class Generation:
         metrics: GatewayMetrics,
         *,
         prompt_tokens: int,
-        continues: bool = False,
+        continues: Continuation | None = None,
     ) -> AsyncIterator["Generation"]:
         """Generate one choice for each of ``requests`` while the context is open.
 
@@ -101,7 +115,8 @@ class Generation:
 
     async def _generate(self, index: int) -> None:
         request = self._requests[index]
-        prompt = request.ids if self._continues else ()
+        continues = self._continues
+        prompt = request.ids if continues else ()
         detokenizer = IncrementalDetokenizer(self._served.tokenizer, prompt)
         stops = StopStrings(self._stops)
         pending: list[Token] = []
@@ -112,6 +127,11 @@ class Generation:
                 if isinstance(token, Prefill):
                     self._queue.put_nowait(token)
                     continue
+                if continues and continues.echoes and count == 0:
+                    self._put(TextDelta(index, continues.echoes[index], tokens=_scored(request)))
+                    if continues.is_empty:
+                        answer.finish_reason = "length"
+                        break
                 last_s = self._observe_token(count, last_s)
                 count += 1
                 if token.id in request.end_ids:
@@ -155,3 +175,8 @@ class Generation:
         metrics.cached_tokens.inc(cached)
         metrics.completion_length.observe(count)
         metrics.count_success(reason)
+
+
+def _scored(request: Request) -> tuple[Token, ...]:
+    """Return the tokens of a prompt with their log probabilities, if the request asks for them."""
+    return tuple(request.reader.tokens) if isinstance(request.reader, PromptScores) else ()

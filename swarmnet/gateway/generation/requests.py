@@ -100,7 +100,8 @@ class GenerationRequest:
     - ``prompt``: a chat, or the texts and token lists to be continued, one answer each.
     - ``param``: the parameter with the prompt, for error messages.
     - ``sampling``: its seed is the first choice's. Each further choice adds one.
-    - ``max_tokens``: None for as many as the context has room for.
+    - ``echo``: whether choices begin with their prompts, which are texts or token lists.
+    - ``max_tokens``: None for as many as the context has room for; 0 only with ``echo``.
     - ``user``, ``salt``: prompts of different users and salts never share caches.
     """
 
@@ -109,6 +110,7 @@ class GenerationRequest:
     param: str
     sampling: Sampling
     max_tokens: int | None = None
+    echo: bool = False
     n: int = 1
     stop: tuple[str, ...] = ()
     output: OutputFormat | None = None

@@ -29,14 +29,23 @@ class CompletionBody(GenerationBody):
         at_most(MAX_CHOICES),
         BeforeValidator(as_list),
     ]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool = False
+    """Whether a choice begins with its prompt. With ``logprobs``, its tokens have some, too."""
 
     def request(self, usual: Sampling) -> GenerationRequest:
         sampling = self.sampling(usual, self.logprobs)
-        prompt = tuple(self.prompt)
+        if self.max_tokens == 0 and not self.echo:
+            message = "max_tokens must be at least 1, unless echo is true"
+            raise ApiError(400, message, "invalid_value", param="max_tokens")
         return GenerationRequest(
-            prompt=prompt, param="prompt", sampling=sampling, max_tokens=self.max_tokens, **self.options()
+            prompt=tuple(self.prompt),
+            param="prompt",
+            sampling=sampling,
+            max_tokens=self.max_tokens,
+            echo=self.echo,
+            **self.options(),
         )
 
 
@@ -97,14 +106,15 @@ class CompletionWriter(AnswerWriter):
         return server_sent({**self._fields, "object": self.chunk_object_name, "choices": choices, **fields})
 
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        known = [token for token in tokens if token.logprob is not None]
-        if not known:
+        if all(token.logprob is None for token in tokens):
             return None
         return {
-            "tokens": [token_name(self._bytes.of(token.id)) for token in known],
-            "token_logprobs": [token.logprob for token in known],
-            "top_logprobs": [self._alternatives(token) for token in known],
-            "text_offset": [self._count_chars(index, self._bytes.of(token.id)) for token in known],
+            "tokens": [token_name(self._bytes.of(token.id)) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [
+                None if token.logprob is None else self._alternatives(token) for token in tokens
+            ],
+            "text_offset": [self._count_chars(index, self._bytes.of(token.id)) for token in tokens],
         }
 
     def _alternatives(self, token: Token) -> dict[str, float]:

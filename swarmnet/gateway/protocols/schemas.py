@@ -44,7 +44,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "early_stopping": (False,),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
