@@ -14,8 +14,8 @@ A generation request passes these steps, the cheapest first, so that a refusal c
 
 import asyncio
 import json
-from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -26,14 +26,17 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from swarmnet.gateway.errors import RETRY_S, ApiError, api_error
+from swarmnet.gateway.generation.embedding import embedded
 from swarmnet.gateway.generation.generation import Continuation, Generation
 from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest
 from swarmnet.gateway.generation.tokenization import PromptTokenizer
 from swarmnet.gateway.metrics import GatewayMetrics
 from swarmnet.gateway.own_answers import OwnRequest, answer_own, check_key
 from swarmnet.gateway.parsing import BodyParser, is_json
+from swarmnet.gateway.protocols import messages, ollama
 from swarmnet.gateway.protocols.chat_completions import CHAT_COMPLETIONS
 from swarmnet.gateway.protocols.completions import COMPLETIONS
+from swarmnet.gateway.protocols.embeddings import EmbeddingBody
 from swarmnet.gateway.protocols.endpoint import (
     AnswerWriter,
     GenerationEndpoint,
@@ -41,6 +44,10 @@ from swarmnet.gateway.protocols.endpoint import (
     answer_parts,
     whole_answer,
 )
+from swarmnet.gateway.protocols.kept_responses import ResponsesByKey
+from swarmnet.gateway.protocols.messages import MESSAGES, CountBody
+from swarmnet.gateway.protocols.ollama import OLLAMA_CHAT, OLLAMA_GENERATE, OllamaEmbedBody
+from swarmnet.gateway.protocols.responses import RESPONSES, ResponsesBody
 from swarmnet.gateway.protocols.schemas import MAX_CHOICES, DetokenizeRequest, StrictModel, TokenizeRequest
 from swarmnet.gateway.quotas import Quota, QuotaTracker
 from swarmnet.resident import PATH
@@ -58,8 +65,18 @@ FIRST_TOKEN_S = 5.0
 the status, a later one by an error event."""
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client has disconnected. It appears in logs only."""
-ENDPOINTS: tuple[GenerationEndpoint[Any], ...] = (CHAT_COMPLETIONS, COMPLETIONS)
-"""The endpoints that generate, one for each protocol."""
+ENDPOINTS: tuple[GenerationEndpoint[Any], ...] = (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+)
+"""The endpoints that generate."""
+EMBEDDINGS = {"/v1/embeddings": EmbeddingBody, "/api/embed": OllamaEmbedBody}
+ERRORS = {messages.PATH: messages.error_body, ollama.PREFIX: ollama.error_body}
+"""The error objects of protocols, by the beginnings of their paths. Others are OpenAI's."""
 R = TypeVar("R", bound=StrictModel)
 
 
@@ -81,6 +98,7 @@ class Gateway:
         self._tokenizer = PromptTokenizer(self.served)
         self._created = int(self.clock())
         self._fingerprint = f"swarm-{self.served.local.manifest.hash.hex()[:12]}"
+        self._kept = ResponsesByKey(self.clock)
         self._running = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -95,6 +113,10 @@ class Gateway:
             ("/health", self.health),
             ("/version", self.version),
             ("/metrics", self.metrics),
+            ("/v1/responses/{response_id}", self.kept_response),
+            ("/api/version", self.ollama_version),
+            ("/api/tags", self.ollama_tags),
+            ("/api/ps", self.ollama_tags),
         ]
         for path, endpoint in get_routes:
             app.add_api_route(path, endpoint)
@@ -103,6 +125,12 @@ class Gateway:
         for each in ENDPOINTS:
             answer = partial(self.answer, each)
             app.add_api_route(each.path, answer, methods=["POST"], response_model=None)
+        for path, schema in EMBEDDINGS.items():
+            embed = partial(self.embed, schema)
+            app.add_api_route(path, embed, methods=["POST"], response_model=None)
+        app.add_api_route(f"{messages.PATH}/count_tokens", self.count_tokens, methods=["POST"])
+        app.add_api_route("/v1/responses/{response_id}", self.forget_response, methods=["DELETE"])
+        app.add_api_route("/api/show", self.ollama_show, methods=["POST"])
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         app.add_api_route(
@@ -132,9 +160,50 @@ class Gateway:
 
     async def answer(self, endpoint: GenerationEndpoint[Any], request: Request) -> Response:
         body = await self._parse(request, endpoint.body)
+        served = self._served_as(key_name(request))
+        if isinstance(body, ResponsesBody):
+            body.continue_from(served.kept)
         wanted = endpoint.request(body, self.served.sampling)
-        served = ServedAs(self.model, self.served.tokenizer, int(self.clock()), self._fingerprint)
         return await self._generate(request, wanted, endpoint.writer(body, served))
+
+    async def embed(self, schema: type[EmbeddingBody], request: Request) -> Response:
+        body = await self._parse(request, schema)
+        wanted = body.request()
+        width = self.served.local.manifest.hidden_size
+        if (body.dimensions or 1) > width:
+            message = f"an embedding of this model has {width} dimensions"
+            raise ApiError(400, message, "invalid_value", param="dimensions")
+        async with self._admitted(request, wanted.model, 1) as key:
+            requests = self._sequence_requests(wanted, await self._encode(wanted), key)
+            tokens = sum(len(each.ids) for each in requests)
+            self._quotas.use_tokens(key, tokens, asyncio.get_running_loop().time())
+            vectors = await race(embedded(self.served, requests, body.dimensions), _client_left(request))
+            if vectors is None:
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return JSONResponse(body.response(self.model, vectors, tokens))
+
+    async def count_tokens(self, request: Request) -> dict[str, int]:
+        body = await self._parse(request, CountBody)
+        self._check_model(body.model)
+        return {"input_tokens": len(await self._encode_chat(body.chat()))}
+
+    async def kept_response(self, response_id: str, request: Request) -> dict[str, Any]:
+        return self._kept[key_name(request)].find(response_id).fields
+
+    async def forget_response(self, response_id: str, request: Request) -> dict[str, Any]:
+        self._kept[key_name(request)].forget(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    async def ollama_version(self) -> dict[str, str]:
+        return {"version": ollama.API_VERSION}
+
+    async def ollama_tags(self) -> dict[str, Any]:
+        return {"models": [ollama.listed(self._served_as(""), self.served.max_length)]}
+
+    async def ollama_show(self, request: Request) -> dict[str, Any]:
+        body = await self._parse(request, ollama.ShowBody)
+        self._check_model(body.model)
+        return ollama.shown(self._served_as(""), self.served.max_length)
 
     async def answer_own(self, request: Request) -> Response:
         check_key(request, self.own_key)
@@ -197,15 +266,9 @@ class Gateway:
 
     async def _generate(self, request: Request, wanted: GenerationRequest, writer: AnswerWriter) -> Response:
         """Admit a request, tokenize it, generate its choices and respond."""
-        self._check_model(wanted.model)
-        self._check_not_draining()
-        self._check_places(wanted.choices)
-        key = key_name(request)
         async with AsyncExitStack() as stack:
-            self._quotas.admit(key, wanted.choices, asyncio.get_running_loop().time())
-            stack.callback(self._quotas.release, key, wanted.choices)
-            self._count_running(1)
-            stack.callback(self._count_running, -1)
+            admitted = self._admitted(request, wanted.model, wanted.choices)
+            key = await stack.enter_async_context(admitted)
             prompts = await self._encode(wanted)
             requests = self._sequence_requests(wanted, prompts, key)
             generation = await stack.enter_async_context(
@@ -229,14 +292,33 @@ class Gateway:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             return writer.response(answer_parts(generation, writer), stack.pop_all())
 
+    @asynccontextmanager
+    async def _admitted(self, request: Request, model: str, choices: int) -> AsyncIterator[str]:
+        """Count a request while the context is open, and yield the name of its key. Raises
+        ``ApiError`` or ``Overloaded`` if it cannot run now."""
+        self._check_model(model)
+        self._check_not_draining()
+        self._check_places(choices)
+        key = key_name(request)
+        self._quotas.admit(key, choices, asyncio.get_running_loop().time())
+        self._count_running(1)
+        try:
+            yield key
+        finally:
+            self._count_running(-1)
+            self._quotas.release(key, choices)
+
     async def _encode(self, wanted: GenerationRequest) -> list[list[int]]:
         """Return the token ids of each prompt."""
         if isinstance(wanted.prompt, ChatPrompt):
-            return [await self._tokenizer.encode_chat(wanted.prompt.messages, generation_prompt=True)]
+            return [await self._encode_chat(wanted.prompt)]
         return [
             await self._tokenizer.encode(prompt, special_tokens=True) if isinstance(prompt, str) else prompt
             for prompt in wanted.prompt
         ]
+
+    async def _encode_chat(self, chat: ChatPrompt) -> list[int]:
+        return await self._tokenizer.encode_chat(chat.messages, generation_prompt=True)
 
     async def _continuation(self, wanted: GenerationRequest) -> Continuation | None:
         if isinstance(wanted.prompt, ChatPrompt):
@@ -308,6 +390,10 @@ class Gateway:
             message = f"there is no model {name[:200]!r} here, only {self.model!r}"
             raise ApiError(404, message, "model_not_found", param="model")
 
+    def _served_as(self, key: str) -> ServedAs:
+        created, kept = int(self.clock()), self._kept[key]
+        return ServedAs(self.model, self.served.tokenizer, created, self._fingerprint, kept)
+
     def _model_object(self) -> dict[str, Any]:
         return {
             "id": self.model,
@@ -320,7 +406,8 @@ class Gateway:
     async def _handle_error(self, request: Request, error: Exception) -> Response:
         response = api_error(error)
         self._metrics.count_error(response.code)
-        write = next((each.error for each in ENDPOINTS if each.path == request.url.path), ApiError.body)
+        path = request.url.path
+        write = next((error for begin, error in ERRORS.items() if path.startswith(begin)), ApiError.body)
         return JSONResponse(write(response), response.status, response.headers())
 
 

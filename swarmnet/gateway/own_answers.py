@@ -19,11 +19,11 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from pydantic import Field
-from starlette.types import Receive, Scope, Send
 
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.generation.detokenizer import IncrementalDetokenizer
 from swarmnet.gateway.generation.tokenization import PromptTokenizer
+from swarmnet.gateway.protocols.endpoint import LineStreamResponse
 from swarmnet.gateway.protocols.schemas import Messages, StrictModel, Tokens
 from swarmnet_client.batching import answers
 from swarmnet_client.batching.continuous_batching import BatchedModel
@@ -85,21 +85,8 @@ async def answer_own(
     )
     answer = await stack.enter_async_context(served.batcher.answer(wanted))
     lines = _lines(served, answer, ids if body.messages is None else ())
-    return LineStreamResponse(lines, stack.pop_all())
-
-
-class LineStreamResponse(StreamingResponse):
-    """A streamed response of JSON lines that closes ``resources`` as soon as the client disconnects
-    or the stream ends."""
-
-    def __init__(self, lines: AsyncIterator[dict[str, Any]], resources: AsyncExitStack) -> None:
-        encoded = (json.dumps(line).encode() + b"\n" async for line in lines)
-        super().__init__(encoded, media_type="application/x-ndjson")
-        self._resources = resources
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._resources:
-            await super().__call__(scope, receive, send)
+    encoded = (json.dumps(line).encode() + b"\n" async for line in lines)
+    return LineStreamResponse(encoded, stack.pop_all())
 
 
 async def _lines(

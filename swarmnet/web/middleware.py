@@ -197,8 +197,10 @@ class OriginCheck:
 
 
 class ApiKeyBackend(AuthenticationBackend):
-    """Authenticates ``Authorization: Bearer KEY``, and HTTP Basic with a key as the password if
-    ``basic_auth``."""
+    """Authenticates ``Authorization: Bearer KEY`` and Anthropic's ``x-api-key: KEY``.
+
+    With ``basic_auth``, the password of HTTP Basic may be a key, too.
+    """
 
     def __init__(self, keys: ApiKeys, public_paths: Sequence[str], *, basic_auth: bool) -> None:
         self._keys = keys
@@ -210,7 +212,8 @@ class ApiKeyBackend(AuthenticationBackend):
         without a valid key."""
         if conn.scope["path"] in self._public_paths:
             return None
-        name = self._keys.name_of(self._secret(conn.headers.get("authorization", "")))
+        secret = self._secret(conn.headers.get("authorization", "")) or conn.headers.get("x-api-key", "")
+        name = self._keys.name_of(secret)
         if name is None:
             raise AuthenticationError("a valid API key is needed: Authorization: Bearer KEY")
         return AuthCredentials(["api"]), SimpleUser(name)

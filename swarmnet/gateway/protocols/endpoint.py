@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
@@ -22,6 +22,7 @@ from swarmnet.gateway.errors import ApiError, swarm_error
 from swarmnet.gateway.generation.events import AnsweredChoice, Delta, Usage, whole_choices
 from swarmnet.gateway.generation.generation import Generation
 from swarmnet.gateway.generation.requests import GenerationRequest
+from swarmnet.gateway.protocols.kept_responses import KeptResponses
 from swarmnet.gateway.protocols.schemas import StrictModel
 from swarmnet_client.batching.answers import Prefill
 from swarmnet_client.model.sampling import Sampling
@@ -35,12 +36,16 @@ B = TypeVar("B", bound=StrictModel)
 
 @dataclass(frozen=True)
 class ServedAs:
-    """The model as a response names it. ``created``: seconds since the epoch."""
+    """The model as a response names it, and the caller's kept responses.
+
+    ``created``: seconds since the epoch.
+    """
 
     model: str
     tokenizer: Any
     created: int
     fingerprint: str
+    kept: KeptResponses
 
 
 class AnswerWriter(ABC):
@@ -50,7 +55,7 @@ class AnswerWriter(ABC):
     def whole(self, choices: Sequence[AnsweredChoice], usage: Usage) -> dict[str, Any]:
         """Return the whole response."""
 
-    def begin(self) -> Iterable[bytes]:
+    def begin(self, usage: Usage) -> Iterable[bytes]:
         """Return what precedes the first event of a stream."""
         return ()
 
@@ -83,14 +88,12 @@ class GenerationEndpoint(Generic[B]):
     - ``request``: translates a body for the core. Its second argument is the sampling that the
       model's files state. Raises ``ApiError``.
     - ``writer``: makes the writer of the response to a body.
-    - ``error``: writes an error response.
     """
 
     path: str
     body: type[B]
     request: Callable[[B, Sampling], GenerationRequest]
     writer: Callable[[B, ServedAs], AnswerWriter]
-    error: Callable[[ApiError], dict[str, Any]] = ApiError.body
 
 
 async def whole_answer(generation: Generation, writer: AnswerWriter) -> dict[str, Any]:
@@ -103,7 +106,7 @@ async def whole_answer(generation: Generation, writer: AnswerWriter) -> dict[str
 async def answer_parts(generation: Generation, writer: AnswerWriter) -> AsyncIterator[bytes]:
     """Yield the parts of a streamed response."""
     try:
-        for part in writer.begin():
+        for part in writer.begin(generation.usage):
             yield part
         async for event in generation:
             if isinstance(event, Delta):
@@ -131,6 +134,19 @@ class EventStreamResponse(EventSourceResponse):
             sep="\n",
             send_timeout=60.0,
         )
+        self._resources = resources
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._resources:
+            await super().__call__(scope, receive, send)
+
+
+class LineStreamResponse(StreamingResponse):
+    """A streamed response of JSON lines that closes ``resources`` as soon as the client disconnects
+    or the stream ends."""
+
+    def __init__(self, lines: AsyncIterator[bytes], resources: AsyncExitStack) -> None:
+        super().__init__(lines, media_type="application/x-ndjson")
         self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

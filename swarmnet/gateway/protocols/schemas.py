@@ -5,14 +5,17 @@ Validation of a list ends at its first invalid item, because the errors of all i
 memory than the items.
 """
 
+import json
 import secrets
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from swarmnet.gateway.errors import UNSUPPORTED
-from swarmnet.gateway.generation.requests import ChatMessage
+from swarmnet.gateway.errors import UNSUPPORTED, ApiError
+from swarmnet.gateway.generation.requests import ChatMessage, ToolCall
 from swarmnet_client.model.sampling import Sampling
 
 MAX_CHOICES = 16
@@ -21,6 +24,9 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 256
 """Most content parts of one message."""
 MAX_STOP_CHARS = 256
+MAX_TOOLS = 256
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
+"""The schema of a function without arguments."""
 MAX_BIASES = 1024
 MAX_OWNER_CHARS = 512
 
@@ -104,6 +110,8 @@ class StrictModel(BaseModel):
     """Refuses unknown fields; null counts as absent."""
 
     model_config = ConfigDict(extra="forbid")
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Further fields that never change an answer."""
 
     @model_validator(mode="before")
     @classmethod
@@ -112,12 +120,25 @@ class StrictModel(BaseModel):
             return fields
         kept: dict[str, Any] = {}
         for name, value in fields.items():
-            if value is None or name in LABELS or (name in NEUTRAL and value in NEUTRAL[name]):
+            if value is None or name in LABELS | cls.ignored or (name in NEUTRAL and value in NEUTRAL[name]):
                 continue
             if name not in cls.model_fields:
                 raise PydanticCustomError(UNSUPPORTED, "Unsupported parameter", {"name": name})
             kept[name] = value
         return kept
+
+
+class OpenModel(BaseModel):
+    """A part of an agent's request. Fields that it does not know are ignored: agents add some with
+    every release, and the model sees no difference."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        is_object = isinstance(fields, dict)
+        return {name: value for name, value in fields.items() if value is not None} if is_object else fields
 
 
 class StreamOptions(StrictModel):
@@ -177,7 +198,7 @@ class TextPart(StrictModel):
     text: str
 
 
-def _as_parts(value: Any) -> Any:
+def as_parts(value: Any) -> Any:
     """Return a string as a list of one part, so that errors speak of parts only where there are
     some."""
     if isinstance(value, str):
@@ -190,7 +211,7 @@ def _as_parts(value: Any) -> Any:
 class MessageBody(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        list[TextPart], Field(fail_fast=True), at_most(MAX_PARTS), BeforeValidator(_as_parts)
+        list[TextPart], Field(fail_fast=True), at_most(MAX_PARTS), BeforeValidator(as_parts)
     ] = []
     name: str | None = None
 
@@ -214,3 +235,40 @@ class TokenizeRequest(StrictModel):
 class DetokenizeRequest(StrictModel):
     model: str | None = None
     tokens: Tokens
+
+
+def text_of(content: Any, param: str) -> str:
+    """Return the text of content that is a string or a list of parts. Raises ``ApiError`` that
+    names ``param`` for a part without text."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise ApiError(400, "this model reads text only", "invalid_value", param=param)
+    return "\n".join(part["text"] for part in parts)
+
+
+def merged(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
+    """Return a chat whose neighbouring messages of one role are one, except results of tools: many
+    templates want roles to alternate."""
+    found: list[ChatMessage] = []
+    for role, group in groupby(messages, lambda each: each.role):
+        parts = list(group)
+        if role == "tool" or len(parts) == 1:
+            found += parts
+            continue
+        text = "\n\n".join(each.text for each in parts if each.text)
+        reasoning = "\n\n".join(each.reasoning for each in parts if each.reasoning)
+        calls = tuple(call for each in parts for call in each.calls)
+        found.append(ChatMessage(role, text, reasoning, calls))
+    return tuple(found)
+
+
+def arguments_of(call: ToolCall) -> dict[str, Any]:
+    """Return the arguments of a call; none if the limit of tokens cut it off."""
+    try:
+        fields = json.loads(call.arguments)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}

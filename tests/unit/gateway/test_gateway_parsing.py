@@ -14,6 +14,10 @@ from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.parsing import MAX_TOKENS, BodyParser
 from swarmnet.gateway.protocols.chat_completions import ChatBody
 from swarmnet.gateway.protocols.completions import CompletionBody
+from swarmnet.gateway.protocols.embeddings import EmbeddingBody
+from swarmnet.gateway.protocols.messages import MessagesBody
+from swarmnet.gateway.protocols.ollama import OllamaChatBody
+from swarmnet.gateway.protocols.responses import ResponsesBody
 from swarmnet.gateway.protocols.schemas import DetokenizeRequest, StrictModel
 from tests.defences import defence, nothing, replacing
 
@@ -53,6 +57,27 @@ ATTACKS: dict[str, tuple[Callable[[int], bytes], type[StrictModel]]] = {
         ChatBody,
     ),
     "messages": (lambda size: filled(CHAT + b"[", b'{"role":"x"}', b"]}", size), ChatBody),
+    "blocks": (
+        lambda size: filled(CHAT + b'[{"role":"user","content":[', b"{}", b'],"x":0}],"max_tokens":1}', size),
+        MessagesBody,
+    ),
+    "results": (
+        lambda size: filled(CHAT + b"[", b'{"role":"user","content":[0]}', b'],"max_tokens":1}', size),
+        MessagesBody,
+    ),
+    "items": (
+        lambda size: filled(b'{"model":"m","input":[', b'{"role":0}', b"]}", size),
+        ResponsesBody,
+    ),
+    "functions": (
+        lambda size: filled(b'{"model":"m","input":"x","tools":[', b"{}", b"]}", size),
+        ResponsesBody,
+    ),
+    "embedded texts": (lambda size: filled(b'{"model":"m","input":[', b"{}", b"]}", size), EmbeddingBody),
+    "calls": (
+        lambda size: filled(CHAT + b'[{"role":"user","tool_calls":[', b"{}", b"]}]}", size),
+        OllamaChatBody,
+    ),
     "one token": (lambda size: filled(b'{"tokens":[', b"-1", b"]}", size), DetokenizeRequest),
     "NaN": (lambda size: COMPLETION + b'"x","temperature":NaN}', CompletionBody),
     "not UTF-8": (lambda size: COMPLETION + b'"\xff"}', CompletionBody),

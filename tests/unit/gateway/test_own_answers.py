@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from swarmnet.gateway.own_answers import LineStreamResponse
+from swarmnet.gateway.protocols.endpoint import LineStreamResponse
 
 
-async def one_line() -> AsyncIterator[dict[str, Any]]:
-    yield {"token": 5, "text": "a"}
+async def one_line() -> AsyncIterator[bytes]:
+    yield b'{"token": 5, "text": "a"}\n'
 
 
 async def never() -> dict[str, Any]:

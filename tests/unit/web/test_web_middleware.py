@@ -105,6 +105,7 @@ def test_requests_without_a_valid_key_are_refused() -> None:
     assert ask(app, "/health").status_code == 200
     assert ask(app, headers={"authorization": f"bearer {SECRET}"}).text == "hello a"
     assert ask(app, headers={"authorization": "Bearer another-one"}).text == "hello b"
+    assert ask(app, headers={"x-api-key": "another-one"}).text == "hello b"
     basic = base64.b64encode(f"x:{SECRET}".encode()).decode()
     for header in ("", "Bearer", "Bearer wrong-one", SECRET, f"Basic {basic}"):
         refused = ask(app, headers={"authorization": header})
