@@ -22,11 +22,10 @@ from swarmnet_protocols.models import Progress
 from swarmnet_protocols.models.partial_model import build_whole
 from swarmnet_protocols.net import Transport
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import find_workers
 from swarmnet_protocols.training.job_settings import Job
-from swarmnet_protocols.training.matchmaking import Matchmaking
+from swarmnet_protocols.training.matchmaking import ask_positions
 from swarmnet_protocols.training.pipeline.stages import groups
 from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.training.state_transfer import fetch_state
@@ -84,14 +83,7 @@ async def _fetch(
     for _ in range(ATTEMPTS):
         # A record may be a minute old, so each worker is asked for its present state.
         listed = {worker.peer: worker for worker in await find_workers(directory, group)}
-        asking = Matchmaking(
-            transport,
-            bytes.fromhex(group),
-            max_members=MAX_MEMBERS,
-            timeout_s=Timing().silence_s,
-            timing=Timing(),
-        )
-        now = await asking.positions([*listed.values()])
+        now = await ask_positions(transport, bytes.fromhex(group), [*listed.values()], Timing())
         workers = newest({listed[peer]: position for peer, position in now.items()})
         if not workers:
             raise failure

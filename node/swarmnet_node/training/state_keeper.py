@@ -4,6 +4,7 @@
 2. After each round, ``publish`` offers the new state, and sometimes ``save`` writes a checkpoint
    during the next inner steps.
 3. A worker that is out of sync calls ``catch_up``. It moves to the state that most voters have.
+4. The first worker of a stage that was lost calls ``restore``.
 """
 
 import asyncio
@@ -15,12 +16,13 @@ from pathlib import Path
 
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.known_workers import KnownWorkers
+from swarmnet_node.training.pipeline.stage_copies import Found
 from swarmnet_node.training.pipeline.turns import Compute
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.shared_state import max_state_bytes
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import Progress
-from swarmnet_protocols.net import Transport
+from swarmnet_protocols.net import Buffer, Transport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition
 from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
@@ -79,7 +81,7 @@ class StateKeeper:
         kind = self.replica.method.kind
         if kind != "gradients":
             await self.written()
-            await self.server.withdraw(None if kind == "scalars" else self._spill)
+            await self.server.withdraw(None if kind == "scalars" else self.spill)
 
     async def compare(self, round: int) -> bool:
         """Move to the state that most workers have. Return whether they are at another one."""
@@ -106,6 +108,17 @@ class StateKeeper:
             self.workers.distrust(out_of_sync.peer)
         else:
             await asyncio.sleep(UNDECIDED_S)
+
+    async def restore(self, found: Found) -> None:
+        """Continue a stage that was lost, with the state that was found for it."""
+        if isinstance(found.state, bytearray):
+            await self.compute(partial(self.replica.load_shared, found.state))
+        elif found.state is not None:
+            await self.compute(partial(self.replica.merge, found.state))
+            self.replica.revision = max(1, self.replica.revision)
+        await self.begin(found.round)
+        await self.publish(found.round)
+        self.emit("restored", round=found.round, source=found.source)
 
     async def save(self, round: int) -> None:
         """Copy the state after ``round`` rounds, and start to write it. Raises
@@ -172,7 +185,7 @@ class StateKeeper:
             dropped=[{"peer_id": peer, "reason": why} for peer, why in dropped.items()],
         )
 
-    async def _spill(self, pieces: Sequence[memoryview]) -> memoryview:
-        """Return a copy of a state on the disk, for peers that are downloading it."""
+    async def spill(self, pieces: Sequence[Buffer]) -> memoryview:
+        """Return a copy of a state on the disk."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.writer, self.checkpoints.spill, pieces)

@@ -35,6 +35,7 @@ from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.events import EventHandler, Meters, exchange_fields
 from swarmnet_node.training.known_workers import KnownWorkers
 from swarmnet_node.training.pipeline.pipeline import Pipeline
+from swarmnet_node.training.pipeline.stage_copies import StageCopies
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
 from swarmnet_node.training.state_keeper import StateKeeper
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
@@ -79,6 +80,12 @@ directory does not answer. With less, a slow directory misses the announcement."
 LOOK_S = 5.0
 """Seconds between two looks at its own stage, while a worker waits for other stages. With less, it
 asks its stage too often. With more, it notices late that the stage has gone on without it."""
+HAND_OVER_S = 180.0
+"""Seconds that the only worker of a stage waits until another one has its state. With more, its
+owner waits longer for a worker that may never come. With less, a large state is not copied in
+time."""
+_ONLY_WORKER = "this is the only worker of its stage; it leaves as soon as another one has its state"
+_NO_TAKER = "no other worker took the state of this stage; start this machine again to go on with it"
 SPARE_S = 5.0
 """Seconds until a spare worker asks again for a place. With less, many spares keep the others busy.
 With more, a place stays free for longer."""
@@ -228,6 +235,24 @@ class Worker:
             self._emit,
             self._continue_from,
         )
+        self._copies: StageCopies | None = None
+        """Copies of the states of stages, in a job with stages."""
+        self._is_stranded = False
+        """True while the other stages went on without this worker's stage."""
+        self._leaves = False
+        """True while this worker waits until another one has its stage's state."""
+        self._missing: tuple[int, int] | None = None
+        """The round and the stage without a worker that were told last."""
+        if isinstance(trainer, StageTrainer) and self._pipeline is not None:
+            self._pipeline.job.workers.tell_missing = self._tell_missing
+            self._copies = StageCopies(
+                self._pipeline.job,
+                trainer,
+                dependencies.directory,
+                self._state_server,
+                self._keeper.spill,
+                self._emit,
+            )
 
     async def run(self) -> None:
         """Train until the last round of the job, ``stop`` or ``pause``. Then save a checkpoint.
@@ -255,14 +280,17 @@ class Worker:
                 **self._about_stage(),
             )
             dependencies = self._dependencies
-            announcer = Announcer(
+            self._announcer = announcer = Announcer(
                 dependencies.directory,
                 dependencies.rng,
                 self._announcements,
                 ANNOUNCE_S,
                 ending=self._last_word,
             )
-            async with in_background(persist("the announcement", announcer.run)):
+            runs = [persist("the announcement", announcer.run)]
+            if self._copies is not None:
+                runs.append(persist("copies of a stage", self._copies.keep))
+            async with in_background(*runs):
                 try:
                     failure = await race(self._interrupted, self._run_rounds())
                     if self.is_pausing:
@@ -286,7 +314,7 @@ class Worker:
         self.stopping = True
         self._stopped.set()
         if self._pipeline is not None:
-            self._pipeline.stop()
+            self._pipeline.stop(self._job.exchange.deadline_s)
 
     def fail(self, error: SwarmnetError) -> None:
         """Make ``run`` save a checkpoint at once and raise ``error``."""
@@ -317,6 +345,8 @@ class Worker:
                 await self._wait_for_place(no_place)
         if self._pipeline is not None:
             await self._pipeline.finish(self._job.exchange.deadline_s)
+        if self._copies is not None and 0 < self.round < self._job.job.rounds:
+            await self._hand_over(self._copies)
         if self.round < self._job.job.rounds:
             await self._matchmaking.leave()
         elif not self._method.shares_weights:
@@ -333,6 +363,43 @@ class Worker:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._stopped.wait()
+
+    async def _hand_over(self, copies: StageCopies) -> None:
+        """Wait until another worker has the state of this stage."""
+        try:
+            async with asyncio.timeout(HAND_OVER_S):
+                while not await copies.is_safe(self._matchmaking.position):
+                    if not self._leaves:
+                        self._leaves = True
+                        self._emit("notice", text=_ONLY_WORKER)
+                        await self._announcer.try_to_announce()
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            self._emit("notice", text=_NO_TAKER)
+
+    async def _rejoin_job(self, copies: StageCopies) -> bool:
+        """Take up this worker's stage where the job stands, if no other worker has it.
+
+        Return False if nobody has the state of the stage.
+        """
+        if not self._is_stranded and await self._matchmaking.positions(self._workers.alive()):
+            return True
+        try:
+            has_trained = self._replica.revision > 0
+            found = await copies.lost_state(self._matchmaking.position, has_trained=has_trained)
+            if found is not None:
+                await self._keeper.restore(found)
+        except SwarmnetError as error:
+            self._emit("stage_lost", **self._about_stage(), reason=str(error))
+            await asyncio.sleep(LOOK_S)
+            return False
+        self._is_stranded = False
+        return True
+
+    def _tell_missing(self, stage: int) -> None:
+        if self._missing != (self.round, stage):
+            self._missing = self.round, stage
+            self._emit("stage_missing", round=self.round, missing=stage)
 
     async def _leave_group(self) -> None:
         """Leave before the end of a round. No other worker waits for this one."""
@@ -352,6 +419,9 @@ class Worker:
         late.
         """
         contribution, report = None, NO_STEPS
+        may_rejoin = self._slot is None or self._is_stranded
+        if self._copies is not None and may_rejoin and not await self._rejoin_job(self._copies):
+            return
         looking = self._workers.refresh()
         late, self._late = self._late, NO_STEPS
         if late.tokens:
@@ -471,6 +541,10 @@ class Worker:
                 positions = (await self._matchmaking.positions(self._workers.alive())).values()
                 if 2 * sum(each.round > self.round for each in positions) > len(positions):
                     return None
+                if self._copies is not None and not pipeline.hears_origins:
+                    self._is_stranded = await self._copies.job_round() > self.round
+                    if self._is_stranded:
+                        return None
             return working.result()
         finally:
             await cancel(working)
@@ -713,12 +787,17 @@ class Worker:
             self._matchmaking.position,
             self._pace.round_s if self._pipeline is None else self._pipeline.batch_s,
             spare=self._spare,
+            leaving=self._leaves,
         )
         yield job_announcement(self._sealed)
+        if self._copies is not None:
+            yield from self._copies.announcements()
 
     def _last_word(self) -> Iterable[Announcement]:
         is_done = self.round >= self._job.job.rounds
         yield worker_announcement(self._group_id, (), self._matchmaking.position, is_done=is_done)
+        if self._copies is not None:
+            yield from self._copies.announcements(ending=True)
 
     def _emit(self, event: str, **fields: Any) -> None:
         self._handler({"event": event, **fields})

@@ -670,6 +670,14 @@ class Matchmaking:
             self._changed.notify_all()
 
 
+async def ask_positions(
+    transport: Transport, job: bytes, members: Sequence[RoundMember], timing: Timing
+) -> dict[PeerId, WorkerPosition]:
+    """Return the positions of the workers of ``job`` that answer. The asker may be no worker."""
+    asking = Matchmaking(transport, job, max_members=MAX_MEMBERS, timeout_s=timing.silence_s, timing=timing)
+    return await asking.positions(members)
+
+
 def _position_reply(position: WorkerPosition) -> pb.MatchmakingReply:
     return pb.MatchmakingReply(position=pb.Position(round=position.round, state=position.state))
 

@@ -97,7 +97,8 @@ def _between(pieces: Sequence[memoryview], start: int, end: int) -> list[memoryv
 class StateServer:
     """Serves the newest state of one job.
 
-    Also serves an older state to peers that were already downloading it.
+    Also serves an older state to peers that were already downloading it, and copies of states of
+    other jobs or stages.
     """
 
     def __init__(self, transport: Transport, job: bytes, timing: Timing) -> None:
@@ -110,6 +111,7 @@ class StateServer:
         """This worker's last contributions, by round."""
         self._expected: tuple[int, float, float] = (-1, 0.0, 0.0)
         """The round of the next contribution, its loop time, and the seconds to wait for it."""
+        self._copies: dict[bytes, PackedState] = {}
         self._offered = asyncio.Condition()
         self.contributed_bytes = 0
         """Bytes of contributions that partners downloaded."""
@@ -124,6 +126,13 @@ class StateServer:
         self._states[state.id] = state
         self._forget()
         return state.id
+
+    def keep(self, job: bytes, copy: PackedState | None) -> None:
+        """Serve a copy of the state of another job or stage. None: no longer."""
+        if copy is None:
+            self._copies.pop(job, None)
+        else:
+            self._copies[job] = copy
 
     async def withdraw(self, copy: Callable[[Sequence[memoryview]], Awaitable[memoryview]] | None) -> None:
         """Stop reading the newest state, because its memory is about to change.
@@ -193,7 +202,9 @@ class StateServer:
         """
         offers = {offer.id: offer for offer in self._offers.values()}
         state = self._states.get(request.state) or offers.get(request.state)
-        if request.job != self._job or state is None:
+        if request.job != self._job:
+            state = self._copies.get(request.job)
+        if state is None or state.id != request.state:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this state is not kept here")
         self._fetched[stream] = state.id
         kind = request.WhichOneof("kind")

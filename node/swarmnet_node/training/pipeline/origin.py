@@ -57,6 +57,9 @@ MAX_OPEN_OWN = 8
 worker keeps more graphs."""
 RETRY_S = 0.5
 """Seconds until a stage without a worker is looked at again."""
+MISSING_S = 10.0
+"""Seconds without a worker of a stage until this is told. With less, people hear of workers that
+are about to start. With more, a job stands still in silence."""
 TELLERS = 2
 """Origins that tell the end of a round to a worker without a microbatch. With one, a worker whose
 origin fails falls behind."""
@@ -287,11 +290,14 @@ class MicrobatchOrigin:
     async def _complete(self, chain: tuple[PeerId, ...]) -> tuple[PeerId, ...]:
         """Return ``chain`` with a worker in each empty place."""
         places = list(chain or [PeerId("")] * (self._job.stages - 1))
+        began_s = self._now()
         while "" in places:
             index = places.index(PeerId(""))
             if candidates := self._workers.candidates(index + 1):
                 places[index] = self._chains.choose(candidates)
             else:
+                if not self._workers.of(index + 1) and self._now() > began_s + MISSING_S:
+                    self._workers.tell_missing(index + 1)
                 await asyncio.sleep(RETRY_S)
                 await self._workers.refresh(RETRY_S)
         return tuple(places)

@@ -25,7 +25,7 @@ from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, ProtocolViolation
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import MICROBATCH, STEP
 from swarmnet_protocols.net.refusal import Refusal
@@ -101,7 +101,13 @@ class Pipeline:
         self._open: Counter[PeerId] = Counter()
         self._hearing = 0
         """Conversations of origins that are open. Each lasts until all stages have committed."""
-        self._stopped = False
+        self._begun = -1
+        """The last round whose gradient this worker was asked for."""
+        self._last_round: int | None = None
+        """The round after which this worker leaves. None: it does not."""
+        self._is_late = False
+        self._stopping: asyncio.Task[None] | None = None
+        """True if this worker leaves, and its last round does not end in time."""
         self._news = asyncio.Condition()
         self._last_step = inner_steps
         self._ends = RoundEnds()
@@ -156,6 +162,7 @@ class Pipeline:
 
     async def close(self) -> None:
         """End all conversations."""
+        await cancel(self._stopping)
         if self._origin is not None:
             await self._origin.close()
 
@@ -167,10 +174,31 @@ class Pipeline:
                     await self._origin.done()
                 await self._news.wait_for(lambda: not self._hearing)
 
-    def stop(self) -> None:
-        """Make ``gradient`` return without waiting for another round."""
-        self._stopped = True
-        self._stopping = asyncio.create_task(self._notify())
+    def stop(self, within_s: float) -> None:
+        """Leave after the present round, and refuse microbatches of later ones.
+
+        If the round does not end ``within_s``, or this worker has no part in it, ``gradient``
+        returns without it.
+        """
+
+        async def give_up() -> None:
+            await self._notify()
+            await asyncio.sleep(within_s)
+            self._is_late = True
+            await self._notify()
+
+        if self._last_round is None:
+            self._last_round = self._begun
+            self._stopping = asyncio.create_task(give_up())
+
+    @property
+    def job(self) -> StagedJob:
+        return self._job
+
+    @property
+    def hears_origins(self) -> bool:
+        """Whether an origin has a conversation with this worker about a round."""
+        return self._hearing > 0
 
     async def advance(self, round: int) -> None:
         """Begin ``round`` with the present weights."""
@@ -193,11 +221,15 @@ class Pipeline:
     async def gradient(self, round: int, slot: int) -> bool:
         """Leave in the trainer the gradient of the microbatches that this worker counts in a round.
 
-        Returns False if this worker stops.
+        Returns False if this worker leaves without a part in the round.
         """
+        self._begun = round
         if self._origin is not None:
-            await self._origin.originate(round, slot)
-            return not self._stopped
+            return await race(self._originate(self._origin, round, slot), self._until_late())
+
+        def may_leave() -> bool:
+            is_idle = not any(id.round == round for id in self._kept)
+            return self._last_round is not None and (is_idle or self._is_late)
 
         def is_news() -> bool:
             accounts = self._accounts.get(round)
@@ -207,12 +239,12 @@ class Pipeline:
 
         async with self._news:
             if self._settled is None:
-                await self._news.wait_for(lambda: is_news() or self._stopped)
+                await self._news.wait_for(lambda: is_news() or may_leave())
             else:  # an exchange of this round lacked microbatches
                 with suppress(TimeoutError):
                     async with asyncio.timeout(NEWS_S):
-                        await self._news.wait_for(lambda: is_news() or self._stopped)
-        if self._stopped:
+                        await self._news.wait_for(lambda: is_news() or may_leave())
+        if may_leave():
             return False
         self._settled = self._accounts[round].counted(round)
         counted = {id: tokens for id, tokens in self._settled.items() if self._has(id)}
@@ -225,6 +257,7 @@ class Pipeline:
         A later stage ends the round when the origins have ended it. Its worker takes about as many
         steps as theirs, on its share of their microbatches.
         """
+        self._begun = round
         is_last = end == self._last_step
         if self._origin is not None:
             report = await self._origin.steps(round, slot, first, end)
@@ -241,9 +274,18 @@ class Pipeline:
             first,
             None if is_last else end,
             max(1, int(share + 0.5)),
-            lambda: self._stopped or self._ends.is_over(round),
+            lambda: self._last_round is not None or self._ends.is_over(round),
         )
-        return None if self._stopped else report
+        return None if self._last_round is not None else report
+
+    async def _originate(self, origin: MicrobatchOrigin, round: int, slot: int) -> bool:
+        await origin.originate(round, slot)
+        return True
+
+    async def _until_late(self) -> bool:
+        async with self._news:
+            await self._news.wait_for(lambda: self._is_late)
+        return False
 
     async def evaluate(
         self, round: int, contributors: Sequence[PeerId], most_s: float
@@ -355,8 +397,9 @@ class Pipeline:
     async def _admit(self, microbatch: Microbatch) -> KeptMicrobatch:
         """Return what is kept of a microbatch. Raises ``Refusal`` if it is not of this round."""
         id = microbatch.id
-        if not microbatch.is_home and not self.has_place():
-            raise Refusal(refusal_pb2.REASON_OVERLOADED, "this worker only receives as yet", 1.0)
+        is_leaving = self._last_round is not None and id.round > self._last_round
+        if not microbatch.is_home and (is_leaving or not self.has_place()):
+            raise Refusal(refusal_pb2.REASON_OVERLOADED, "this worker only receives now", 1.0)
         if microbatch.is_forward_only:
             await self._reach(id.round)
             return KeptMicrobatch()

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarmnet_protocols.directory import Directory
@@ -39,6 +39,8 @@ class StageWorkers:
         self._found: list[dict[PeerId, RoundMember]] = [{} for _ in self._keys]
         self._avoided: dict[PeerId, float] = {}
         self._read_s = -math.inf
+        self.tell_missing: Callable[[int], None] = lambda stage: None
+        """Hears of a stage without a worker, for which microbatches wait."""
 
     def of(self, stage: int) -> dict[PeerId, RoundMember]:
         return self._found[stage]
@@ -75,11 +77,9 @@ class StageWorkers:
         if now - self._read_s < at_most_every_s:
             return
         self._read_s = now
-        for stage, found in enumerate(
-            await all_of(*(find_workers(self._directory, key) for key in self._keys))
-        ):
-            if found:  # otherwise the directory did not answer
-                self._found[stage] = {each.peer: each for each in found if each.peer != self._me}
+        stages = await all_of(*(find_workers(self._directory, key) for key in self._keys))
+        if any(stages):  # otherwise the directory did not answer
+            self._found = [{each.peer: each for each in found if each.peer != self._me} for found in stages]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@
    a gradient that is divided by the tokens.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Self
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from swarmnet_node.training.data.corpus import open_corpus
 from swarmnet_node.training.data.sampler import Batches, inputs_of, loss_sum
-from swarmnet_node.training.stage_model import StageModel, build_stage
+from swarmnet_node.training.model import trained_parameters
+from swarmnet_node.training.stage_model import StageModel, build_stage, empty_stage
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_node.training.steps.trained_model import TrainedModel, check_start, start_of
 from swarmnet_node.training.steps.trainer import StepReport
@@ -51,6 +53,8 @@ class StageTrainer(TrainedModel):
         self._eval_batches = job.eval.batches
         self.report = StepReport(0.0, 0, 0.0)
         """The work behind ``gradients``, as the pipeline reports it."""
+        self.size_of: Callable[[int], int] = lambda _: self.parameter_count
+        """Returns the number of parameters of any stage, without a subspace."""
 
     @property
     def width(self) -> int:
@@ -107,6 +111,9 @@ class StageTrainer(TrainedModel):
             job, stage, model, batches=batches, device=device, memory=machine.memory, progress=progress
         )
         trainer.local = local
+        trainer.size_of = cache(
+            lambda at: sum(each.numel() for _, each in trained_parameters(empty_stage(job, at, cache_dir)))
+        )
         return trainer
 
     @contextmanager
