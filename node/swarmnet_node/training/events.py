@@ -24,6 +24,9 @@ round hides the usual rate. With more, a change of the rate shows late."""
 _STATES = {
     "ready": "training",
     "waiting": "waiting",
+    "stage_missing": "waiting",
+    "stage_lost": "waiting",
+    "restored": "training",
     "paused": "paused",
     "spare": "spare",
     "leaving": "leaving",

@@ -541,13 +541,19 @@ class Worker:
                 positions = (await self._matchmaking.positions(self._workers.alive())).values()
                 if 2 * sum(each.round > self.round for each in positions) > len(positions):
                     return None
-                if self._copies is not None and not pipeline.hears_origins:
-                    self._is_stranded = await self._copies.job_round() > self.round
-                    if self._is_stranded:
-                        return None
+                if await self._is_left_behind():
+                    self._is_stranded = True
+                    return None
             return working.result()
         finally:
             await cancel(working)
+
+    async def _is_left_behind(self) -> bool:
+        """Return whether the other stages went on without this worker's stage."""
+        if self._pipeline is None or self._copies is None or self._pipeline.hears_origins:
+            return False
+        ahead = await self._copies.job_round() - self.round
+        return ahead > (0 if self._method.kind == "gradients" else 1)
 
     async def _tell_privacy(self, round: int | None) -> None:
         """Emit the epsilon with ``round``, which is about to be trained, and after all rounds."""

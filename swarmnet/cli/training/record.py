@@ -171,7 +171,9 @@ def _state(kind: str, status: Mapping[str, Any]) -> str:
         return "done" if status["round"] >= status["rounds"] else "left"
     if kind in {"waiting", "spare", "paused", "leaving", "finished"}:
         return kind
-    if kind in {"identity", "notice"}:
+    if kind in {"stage_missing", "stage_lost"}:
+        return "waiting"
+    if kind in {"copy", "identity", "notice"}:
         return str(status["state"])
     return "leaving" if status["state"] == "leaving" else "training"
 

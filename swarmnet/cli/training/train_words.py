@@ -179,6 +179,14 @@ def sentence(event: Fields) -> str:
                 f"this worker is a spare: the job has its {event['max_workers']} workers (max_workers), and "
                 "this one takes the place of the next worker that leaves"
             )
+        case "stage_missing":
+            return f"round {event['round']} waits: stage {event['missing']} has no worker; `swarmnet train join JOB --stage {event['missing']}` on another machine takes it"
+        case "stage_lost":
+            return f"stage {event['stage']} cannot go on, and will try again: {event['reason']}"
+        case "restored":
+            return f"took the stage up at round {event['round']} with {event['source']}"
+        case "copy":
+            return f"keeps a copy of stage {event['stage']} after {counted(event['round'], 'round')}, as it has one worker: {show_size(event['bytes'])}"
         case "healed":
             dropped = (f"; dropped {each['peer_id']}: {each['reason']}" for each in event["dropped"])
             size = show_size(event["bytes"])
@@ -227,4 +235,4 @@ def _is_news(event: Fields) -> bool:
         return not event["committed"] or bool(event["excluded"])
     if event["event"] == "privacy":
         return event["next_round"] is None
-    return event["event"] not in {"eval", "waiting"}
+    return event["event"] not in {"copy", "eval", "waiting"}

@@ -8,6 +8,7 @@ import pytest
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.pipeline import microbatches, step_streams
 from swarmnet_protocols.training.pipeline.chains import Chains
 from swarmnet_protocols.training.pipeline.ledger import (
@@ -17,6 +18,7 @@ from swarmnet_protocols.training.pipeline.ledger import (
     StepEnd,
     commits,
 )
+from swarmnet_protocols.training.pipeline.lost_stages import job_round, newest_copy
 from swarmnet_protocols.training.pipeline.microbatches import (
     Microbatch,
     MicrobatchId,
@@ -199,3 +201,16 @@ def test_chains_follow_speed() -> None:
     drawn = [chains.choose([FIRST, SECOND, OTHER]) for _ in range(90)]
     assert Counter(drawn) == {FIRST: 20, OTHER: 30, SECOND: 40}
     assert all(drawn[start : start + 3] != [SECOND] * 3 for start in range(88))
+
+
+def test_a_stage_goes_on_at_the_round_of_the_others() -> None:
+    assert job_round([[7, 7, 9], [6], [5, 5]], stage=2) == 7
+    assert job_round([[], [6], [4, 5, 5]], stage=0) == 6
+    assert job_round([[3], [], []], stage=0) == 0
+
+
+def test_the_newest_copy_is_of_a_round_that_the_job_has_reached() -> None:
+    old, new, other = (WorkerPosition(*each) for each in ((4, b"a"), (6, b"b"), (6, b"c")))
+    invented = WorkerPosition(99, b"d")
+    assert newest_copy([old, new, other, other, invented], after=4, until=8) == other
+    assert newest_copy([old, invented], after=4, until=8) is None

@@ -1,0 +1,83 @@
+"""A stage loses its last worker, and another machine takes it up, in virtual time."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet_node.training.pipeline import stage_copies
+from tests.support.network.virtual_time import run
+from tests.support.training.stages import StageLab, names, stage_of, staged_job
+from tests.support.training.workers import train
+
+LAST = 3
+"""The last round of the only worker of a stage."""
+ROUNDS = 6
+
+
+def lose(
+    folder: Path,
+    victim: str,
+    told: list[dict[str, Any]],
+    *,
+    leaves: bool = False,
+    stages: int = 3,
+    limit_s: float = 600.0,
+) -> StageLab:
+    """A stage loses its only worker, and a newcomer without a checkpoint starts in its place.
+
+    ``told`` gets the events about it.
+    """
+    newcomer = f"{stage_of(victim)}.9"
+
+    def watch(name: str, event: dict[str, Any]) -> None:
+        loop = asyncio.get_running_loop()
+        if name == victim and event["event"] == "round" and event["round"] == LAST:
+            loop.call_soon(*([lab.workers[name].stop] if leaves else [lab.crash, name]))
+            loop.call_later(15.0, lab.start, newcomer)
+        if event["event"] in {"restored", "stage_lost", "notice"}:
+            told.append(event)
+
+    lab = StageLab(folder, staged_job(folder, rounds=ROUNDS, workers=2, least=1, stages=stages))
+    lab.wanted = watch
+    everybody = names({stage: 1 if victim == f"{stage}.0" else 2 for stage in range(stages)})
+    run(train(lab, *everybody, limit_s=limit_s))
+    lab.check_books()
+    return lab
+
+
+def test_the_last_worker_of_a_stage_hands_its_state_over(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+    lab = lose(tmp_path, "1.0", told, leaves=True)
+    assert "only worker" in told[0]["text"]
+    assert told[1]["source"] == f"a copy of round {LAST + 1}"
+    assert lab.events["1.9"][-1]["revision"] == ROUNDS  # no round is lost
+
+
+def test_a_copy_outlives_the_last_worker_of_a_stage(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+    lab = lose(tmp_path, "1.0", told)
+    assert told[0]["source"] == "a copy of round 2"
+    assert lab.events["1.9"][-1]["revision"] == ROUNDS - 2
+    assert sorted(lab.losses()) == list(range(ROUNDS))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("victim", ["2.0", "0.0"])
+def test_a_stage_without_a_copy_goes_on_or_says_why_not(
+    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stage 2 has neighbours of its shape. Stage 0 has the ends of the model, so it has none."""
+    monkeypatch.setattr(stage_copies, "LOOK_S", 1e6)
+    told: list[dict[str, Any]] = []
+    with suppress(TimeoutError):
+        lab = lose(tmp_path, victim, told, stages=4, limit_s=150.0)
+        assert lab.events["2.9"][-1]["round"] == ROUNDS
+    event, text = {
+        "2.0": ("restored", "the mean of the neighbouring stages"),
+        "0.0": ("stage_lost", "nobody has the state of stage 0"),
+    }[victim]
+    assert {each["event"] for each in told} == {event}
+    assert text in str(told[0])
