@@ -382,6 +382,7 @@ class Worker:
 
         Return False if nobody has the state of the stage.
         """
+        await self._workers.refresh(at_once=True)
         if not self._is_stranded and await self._matchmaking.positions(self._workers.alive()):
             return True
         try:
