@@ -23,6 +23,7 @@ from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net import Buffer, PeerId
+from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import (
     HASH_BYTES,
@@ -134,7 +135,8 @@ class StageCopies:
 
     async def job_round(self) -> int:
         """Return the round that the other stages are at."""
-        return self._round_in(await all_of(*map(self._records, range(self._job.stages))))
+        found = await all_of(*map(self._records, range(self._job.stages)))
+        return job_round([[each.position.round for each in at if _trains(each)] for at in found], self._stage)
 
     async def lost_state(self, here: WorkerPosition, *, has_trained: bool) -> Found | None:
         """Return the state with which this worker goes on alone in its stage. None: it need not.
@@ -143,7 +145,14 @@ class StageCopies:
         ``SwarmnetError`` if the newest state cannot be had.
         """
         found = await all_of(*map(self._records, range(self._job.stages)))
-        now = self._round_in(found)
+        # Records may be 20 s old, so workers are asked.
+        there = await all_of(
+            *(
+                self._positions(stage, [each.worker for each in at if _trains(each)][:MAX_MEMBERS])
+                for stage, at in enumerate(found)
+            )
+        )
+        now = job_round([[each.round for each in at.values()] for at in there], self._stage)
         if now <= here.round:
             return None
         copies = [each for each in found[self._stage] if each.copy and each.worker.addresses]
@@ -176,10 +185,6 @@ class StageCopies:
                 hint="start a machine that trained this stage, with its data directory",
             )
         return torch.stack(weights).mean(dim=0)
-
-    def _round_in(self, found: Sequence[Sequence[StageRecord]]) -> int:
-        rounds = [[each.position.round for each in at if _trains(each)] for at in found]
-        return job_round(rounds, self._stage)
 
     async def _records(self, stage: int) -> list[StageRecord]:
         return await find_records(self._directory, self._groups[stage])
