@@ -16,7 +16,7 @@ from pathlib import Path
 
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.known_workers import KnownWorkers
-from swarmnet_node.training.pipeline.stage_copies import Found
+from swarmnet_node.training.pipeline.stage_copies import FoundState
 from swarmnet_node.training.pipeline.turns import Compute
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.shared_state import max_state_bytes
@@ -109,7 +109,7 @@ class StateKeeper:
         else:
             await asyncio.sleep(UNDECIDED_S)
 
-    async def restore(self, found: Found) -> None:
+    async def restore(self, found: FoundState) -> None:
         """Continue a stage that was lost, with the state that was found for it."""
         if isinstance(found.state, bytearray):
             await self.compute(partial(self.replica.load_shared, found.state))

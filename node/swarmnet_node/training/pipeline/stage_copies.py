@@ -50,7 +50,7 @@ NO_COPY = WorkerPosition(0, bytes(HASH_BYTES))
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundState:
     """The state with which a lost stage goes on at ``round``."""
 
     round: int
@@ -138,7 +138,7 @@ class StageCopies:
         found = await all_of(*map(self._records, range(self._job.stages)))
         return job_round([[each.position.round for each in at if _trains(each)] for at in found], self._stage)
 
-    async def lost_state(self, here: WorkerPosition, *, has_trained: bool) -> Found | None:
+    async def lost_state(self, here: WorkerPosition, *, has_trained: bool) -> FoundState | None:
         """Return the state with which this worker goes on alone in its stage. None: it need not.
 
         ``has_trained``: whether this worker's own state has committed rounds. Raises
@@ -160,10 +160,10 @@ class StageCopies:
         if newest is not None:
             holders = [each.worker for each in copies if each.position == newest]
             data = await self._fetch(self._stage, newest, holders)
-            return Found(now, data, f"a copy of round {newest.round}")
+            return FoundState(now, data, f"a copy of round {newest.round}")
         if has_trained:
-            return Found(now, None, f"this worker's own state of round {here.round}")
-        return Found(now, await self._neighbours(found), "the mean of the neighbouring stages")
+            return FoundState(now, None, f"this worker's own state of round {here.round}")
+        return FoundState(now, await self._neighbours(found), "the mean of the neighbouring stages")
 
     async def _neighbours(self, found: Sequence[Sequence[StageRecord]]) -> torch.Tensor:
         """Return the mean of the weights of the neighbours with the same shape, ``[n]``."""
