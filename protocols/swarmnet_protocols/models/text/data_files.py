@@ -27,6 +27,9 @@ MAX_EXPANSION = 200
 repeat themselves up to a hundred. gzip can reach 1032, zstd thousands."""
 FREE_EXPANSION_BYTES = 64 << 20
 """Decompressed bytes up to which any expansion is accepted."""
+MAX_GROUP_BYTES = 2 << 30
+"""Most bytes of a parquet file's row group. A larger limit lets one group fill the memory. A
+smaller one refuses the files of large datasets."""
 
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _KINDS = {
@@ -44,6 +47,8 @@ _KINDS = {
 }
 """Files that are not UTF-8 text, by their first bytes: what they are, and what to do."""
 _ROWS_AT_ONCE = 64
+_VALUE_BYTES = 8
+"""Bytes of a value of a parquet file in memory, without its text: its levels and its index."""
 
 
 class DataFileError(ConfigError):
@@ -155,6 +160,10 @@ def _no_text(name: str, lines: int, part: bytes, done: int, at: int, what: str) 
     return DataFileError(name, line, f"{what} at byte {done + at + 1} of the file", "save it as UTF-8")
 
 
+def _too_long(name: str, line: int, what: str) -> DataFileError:
+    return DataFileError(name, line, f"a {what} of more than {MAX_LINE_BYTES >> 20} MiB", "split the row")
+
+
 def json_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
     """Yield each line that is not empty with its number, from 1. Raises ``DataFileError``."""
     number = 0
@@ -170,9 +179,7 @@ def json_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
             _check_kind(line, name)
             line = line.removeprefix(codecs.BOM_UTF8)
         if len(line) > MAX_LINE_BYTES:
-            raise DataFileError(
-                name, number, f"a line of more than {MAX_LINE_BYTES >> 20} MiB", "split the row"
-            )
+            raise _too_long(name, number, "line")
         if b"\0" in line:
             raise DataFileError(name, number, "a zero byte, so this is no text", "save it as UTF-8")
         if line.strip():
@@ -191,23 +198,66 @@ def parquet_rows(stream: BinaryIO, name: str, columns: Sequence[str]) -> Iterato
     except ImportError as error:
         raise DataFileError(name, 1, "parquet needs pyarrow", how_to_add("pyarrow")) from error
     try:
-        file = parquet.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)
+        footer = parquet.read_metadata(stream)
+        leaves = [footer.schema.column(leaf) for leaf in range(footer.num_columns)]
+        # Texts stay in dictionaries, so that a text that many rows share is in memory once.
+        texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+        file = parquet.ParquetFile(
+            stream, metadata=footer, buffer_size=1 << 20, pre_buffer=False, read_dictionary=texts
+        )
         found = [column for column in columns if column in file.schema_arrow.names]
         if not found:
             have = ", ".join(file.schema_arrow.names[:8])
             raise DataFileError(
                 name, 1, f"no column {' or '.join(map(repr, columns))}", f"the file has the columns {have}"
             )
-        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=found):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
+        read = [leaf for leaf, each in enumerate(leaves) if each.path.partition(".")[0] in found]
+        for group in range(footer.num_row_groups):
+            _check_group(footer.row_group(group), read, name, number + 1)
+            for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=found):
+                fits = _text_bytes(batch) <= MAX_LINE_BYTES
+                for at in range(len(batch)):
+                    number += 1
+                    row = batch.slice(at, 1)
+                    if not fits and _text_bytes(row) > MAX_LINE_BYTES:
+                        raise _too_long(name, number, "row")
+                    yield number, row.to_pylist()[0]
     except (ArrowException, OSError) as error:
         if not _is_damage(error):
             raise
         raise DataFileError(
             name, number + 1, f"the parquet file is cut off or damaged: {error}", "get the file again"
         ) from error
+
+
+def _check_group(group: Any, columns: Sequence[int], name: str, line: int) -> None:
+    """Raise ``DataFileError`` for a row group whose ``columns`` may take too much memory."""
+    chunks = [group.column(column) for column in columns]
+    size = sum(chunk.total_uncompressed_size + _VALUE_BYTES * chunk.num_values for chunk in chunks)
+    if size > MAX_GROUP_BYTES:
+        raise DataFileError(
+            name,
+            line,
+            f"a row group of {size >> 20} MiB, more than {MAX_GROUP_BYTES >> 20} MiB",
+            "write the file again with smaller row groups",
+        )
+
+
+def _text_bytes(values: Any) -> int:
+    """Return the bytes of a pyarrow batch or array as Python values, without making any."""
+    from pyarrow import RecordBatch, compute, types
+
+    if isinstance(values, RecordBatch):
+        return sum(map(_text_bytes, values.columns))
+    if types.is_struct(values.type) or types.is_list(values.type) or types.is_large_list(values.type):
+        inner = values.flatten()
+        return sum(map(_text_bytes, inner)) if isinstance(inner, list) else _text_bytes(inner)
+    if types.is_dictionary(values.type):
+        lengths = compute.cast(compute.binary_length(values.dictionary), "int64")
+        return compute.sum(lengths.take(values.indices)).as_py() or 0
+    if types.is_string(values.type) or types.is_binary(values.type):
+        return compute.sum(compute.binary_length(values)).as_py() or 0
+    return int(values.nbytes)
 
 
 def _is_damage(error: Exception) -> bool:

@@ -10,6 +10,7 @@ import os
 
 import pyarrow
 import pytest
+from pyarrow import parquet
 
 from swarmnet_protocols.models.text import data_files
 from swarmnet_protocols.models.text.data_files import (
@@ -17,6 +18,7 @@ from swarmnet_protocols.models.text.data_files import (
     DataFileError,
     json_lines,
     opened,
+    parquet_rows,
     text_documents,
 )
 from tests.defences import defence, nothing, replacing
@@ -114,6 +116,32 @@ def test_a_decompression_bomb_is_refused_with_its_line(kind: str, monkeypatch: p
     bomb = gzip.compress(content, 1) if kind == "gzip" else zstd(content)
     with pytest.raises(DataFileError, match=rf"^book\.txt:2: the {kind} file grows to more than 200 times"):
         read_text(bomb)
+
+
+@defence(
+    "a row of a parquet file that repeats a text is refused before the text is copied",
+    off=replacing(data_files, "_text_bytes", lambda values: 0),
+    limit="MAX_LINE_BYTES",
+)
+@defence(
+    "a giant row group of a parquet file is not read",
+    off=replacing(data_files, "_check_group", nothing),
+    limit="MAX_GROUP_BYTES",
+)
+@pytest.mark.parametrize(
+    ("limit", "what"),
+    [("MAX_LINE_BYTES", "2: a row of more"), ("MAX_GROUP_BYTES", "1: a row group of 2 MiB")],
+)
+def test_a_parquet_file_that_grows_too_large_is_refused(
+    limit: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pyarrow.table({"messages": [[{"content": "one"}], [{"content": "x" * 1000}] * 300_000]})
+    file = io.BytesIO()
+    parquet.write_table(table, file)
+    assert len(file.getvalue()) < 1 << 14
+    monkeypatch.setattr(data_files, limit, 1 << 20)
+    with pytest.raises(DataFileError, match=rf"^rows\.parquet:{what}"):
+        list(parquet_rows(file, "rows.parquet", ["messages"]))
 
 
 ROWS = {
