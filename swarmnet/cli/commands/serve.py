@@ -36,11 +36,9 @@ from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, NetworkStopped
 from swarmnet_protocols.joining.network import Network
-from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 from swarmnet_protocols.machine import lean_imports
 from swarmnet_protocols.machine.platform import allow_open_files
-from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel
-from swarmnet_protocols.models.text.chat_template import prepare_rendering
+from swarmnet_protocols.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from swarmnet.gateway.app import Gateway
@@ -48,6 +46,7 @@ if TYPE_CHECKING:
     from swarmnet.web.server import HttpEndpoint
     from swarmnet_client.hosts.model_hosts import ModelHosts
     from swarmnet_node.supervisor import Supervisor
+    from swarmnet_protocols.models import LocalModel
 
 DRAIN_S = 60.0
 """Seconds that running answers may take to end after the command is stopped."""
@@ -146,6 +145,8 @@ def serve(
     key.
     """
     from swarmnet.web.server import listen
+    from swarmnet_protocols.joining.without_hub import resolve_in_swarm
+    from swarmnet_protocols.models.text.chat_template import prepare_rendering
 
     check_draft(options.draft, speculate=options.speculate)
     own_key = new_key()
@@ -216,7 +217,7 @@ def _named(line: str, place: str) -> tuple[str, str]:
 
 @asynccontextmanager
 async def _endpoint(
-    local: LocalModel, network: Network, access: "AccessPolicy", options: EndpointOptions, own_key: str
+    local: "LocalModel", network: Network, access: "AccessPolicy", options: EndpointOptions, own_key: str
 ) -> "AsyncIterator[tuple[Gateway, HttpEndpoint, ModelHosts]]":
     """Serve the endpoint while the context is open, so that this user's `swarmnet run` finds it."""
     from swarmnet.gateway.app import Gateway
@@ -249,7 +250,7 @@ async def _endpoint(
 
 
 async def _serve(
-    local: LocalModel, network: Network, access: "AccessPolicy", options: EndpointOptions, own_key: str
+    local: "LocalModel", network: Network, access: "AccessPolicy", options: EndpointOptions, own_key: str
 ) -> None:
     from swarmnet_protocols.machine.aio import race
 
@@ -285,6 +286,8 @@ def node_endpoint(
     serve it.
     """
     from swarmnet.web.server import listen
+    from swarmnet_protocols.joining.without_hub import resolve_in_swarm
+    from swarmnet_protocols.models.text.chat_template import prepare_rendering
 
     own_key = new_key()
     options = EndpointOptions(host=address[0], port=address[1])

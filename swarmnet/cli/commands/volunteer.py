@@ -77,6 +77,8 @@ def volunteer(
       swarmnet volunteer lab --schedule "mon-fri 19:00-07:00" --max-ram 8GiB
     """
     options.check()
+    if not was_restarted():
+        say({"event": "looking"}, "looks for what the swarm needs most", as_json=foreground.as_json)
     entry = enter(swarm, options.data_dir, options.bootstrap)
     Volunteer(entry, options, foreground, metrics, look_every_s).run()
 
@@ -98,9 +100,6 @@ class Volunteer:
 
     def run(self) -> None:
         """Work until the owner stops the command."""
-        if not was_restarted():
-            name = self.entry.file.name
-            self._say("looking", f"a volunteer of the swarm {name}: looks for what it needs most", swarm=name)
         with locked_data_dir(self.options.data_dir) as directory:
             self._ask(directory)
             self._load()

@@ -101,7 +101,8 @@ def main() -> None:
     chance = random.Random(0)
     newest, killed, torn, rounds = 3, 0, 0, []
     while killed < kills:  # a child that makes fewer calls ends without a kill
-        killed += _killed_while_saving(root, checkpoint_of(newest + 1), chance.randrange(1, calls))
+        at = 1 + int((killed + chance.random()) / kills * (calls - 1))  # anywhere in each part of the write
+        killed += _killed_while_saving(root, checkpoint_of(newest + 1), at)
         torn += any(path.name.startswith(".new-") for path in root.iterdir())
         found = checkpoints.load_newest(JOB)
         if found is None or float(found.parameters[0]) != found.round:

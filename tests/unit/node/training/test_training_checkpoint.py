@@ -16,7 +16,7 @@ from swarmnet_protocols.net import PeerId
 from tests.support.training.tiny_job import tiny_trainer
 from tests.support.training.torn_writes import checkpoint_of, plain_model
 
-KILLS = 50
+KILLS = 25
 
 
 def _save(root: Path, round: int, job_id: str = "a job") -> Path:
