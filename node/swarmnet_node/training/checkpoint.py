@@ -80,8 +80,9 @@ class Kept:
 
     @property
     def most(self) -> int:
-        """Most checkpoints on the disk at once: one of them is being written."""
-        return self.newest + 1 + self.set_aside
+        """Most checkpoints on the disk at once: one is being written, and short-lived copies of
+        states (``CheckpointStore.spill``) take as much as another."""
+        return self.newest + 2 + self.set_aside
 
     @classmethod
     def within(cls, disk_bytes: int, checkpoint_bytes: int) -> "Kept":
@@ -90,13 +91,13 @@ class Kept:
         Raises ``OutOfResources`` if it cannot hold one while the next is written.
         """
         room = disk_bytes // checkpoint_bytes
-        if room < 2:
+        if room < 3:
             raise OutOfResources(
-                f"two checkpoints of this job take {2 * checkpoint_bytes / 2**30:.1f} GiB of disk",
+                f"two checkpoints of this job and copies of its state take {3 * checkpoint_bytes / 2**30:.1f} GiB of disk",
                 hint="raise --max-disk, or train a smaller job",
             )
-        newest = min(cls.newest, room - 1)
-        return cls(newest, min(cls.set_aside, room - newest - 1))
+        newest = min(cls.newest, room - 2)
+        return cls(newest, min(cls.set_aside, room - newest - 2))
 
 
 class CheckpointStore:

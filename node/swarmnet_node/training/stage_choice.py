@@ -3,8 +3,7 @@
 1. The newcomer announces itself under the id of the job. Workers without a stage meet there.
 2. After a moment it reads the workers of all stages, and the other newcomers. Some of these have
    announced a decision. The rest compute the same assignment, and each takes its own part of it.
-3. It announces its decision. The record lasts for a minute. By then, the worker usually is listed
-   in its stage.
+3. It announces its decision, and again while it loads its stage. Then its stage lists it.
 """
 
 import asyncio
@@ -16,7 +15,12 @@ from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import WorkerPosition
-from swarmnet_protocols.training.job_records import HASH_BYTES, find_workers, worker_announcement
+from swarmnet_protocols.training.job_records import (
+    HASH_BYTES,
+    WORKER_LIFETIME_S,
+    find_workers,
+    worker_announcement,
+)
 from swarmnet_protocols.training.pipeline.stages import groups, newcomers_stage
 
 GATHER_S = 1.0
@@ -29,13 +33,7 @@ async def choose_stage(
     directory: Directory, job_id: str, stages: int, me: PeerId, addresses: Callable[[], Sequence[str]]
 ) -> int:
     """Return the stage that this newcomer takes in a job of ``stages`` stages."""
-
-    async def announce(stage: int, state: bytes) -> None:
-        record = worker_announcement(job_id, addresses(), WorkerPosition(stage, state))
-        with suppress(SwarmnetError):  # no other peer is there yet
-            await record.publish(directory)
-
-    await announce(0, _UNDECIDED)
+    await _announce(directory, job_id, addresses(), WorkerPosition(0, _UNDECIDED))
     await asyncio.sleep(GATHER_S)
     found = await all_of(*(find_workers(directory, group) for group in groups(job_id, stages)))
     rates = [
@@ -51,5 +49,22 @@ async def choose_stage(
             elif position.round < stages:
                 rates[position.round].append(0.0)
     stage = newcomers_stage(rates, newcomers, me)
-    await announce(stage, _DECIDED)
+    await _announce(directory, job_id, addresses(), WorkerPosition(stage, _DECIDED))
     return stage
+
+
+async def keep_choice(
+    directory: Directory, job_id: str, stage: int, addresses: Callable[[], Sequence[str]]
+) -> None:
+    """Announce the choice of ``stage`` until this is cancelled: a record lasts for a minute, and a
+    model may take longer to load."""
+    while True:
+        await asyncio.sleep(WORKER_LIFETIME_S / 3)
+        await _announce(directory, job_id, addresses(), WorkerPosition(stage, _DECIDED))
+
+
+async def _announce(
+    directory: Directory, job_id: str, addresses: Sequence[str], position: WorkerPosition
+) -> None:
+    with suppress(SwarmnetError):  # no other peer is there yet
+        await worker_announcement(job_id, addresses, position).publish(directory)

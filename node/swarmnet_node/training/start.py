@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from swarmnet_protocols.training.memory_needs import MemoryNeeds
     from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
-_CHECKPOINT_BYTES = 5 * 4
-"""Most bytes of a checkpoint per trained parameter: the parameter, AdamW's two moments, the outer
-momentum and the residual of a codec, each in float32."""
+_CHECKPOINT_BYTES = 4 * 4
+"""Most bytes of a checkpoint per trained parameter, without the method's outer state: the
+parameter, AdamW's two moments and the residual of a codec, each in float32."""
 _COPIES = 4
 """Most encoded vectors that a round sends and receives: contributions and results, each way."""
 
@@ -69,8 +69,7 @@ class WorkerConfig:
     device: str = "auto"
     memory: MemoryOptions = AUTOMATIC
     max_disk_bytes: int | None = None
-    """Most bytes of downloaded model files and checkpoints. None for no limit. Short-lived copies
-    of states (``CheckpointStore.spill``) are not counted."""
+    """Most bytes of downloaded model files, checkpoints and copies of states. None for no limit."""
     files: LocalFiles = field(default_factory=LocalFiles)
     stage: int | None = None
     """The stage to train, in a job that has stages. None for the stage of the last time, or the one
@@ -285,6 +284,7 @@ class Training:
 
     async def _open(self) -> "Worker":
         from swarmnet_node.training.checkpoint import CheckpointStore, Kept
+        from swarmnet_node.training.stage_choice import keep_choice
         from swarmnet_node.training.worker import Worker, WorkerDependencies
         from swarmnet_protocols.directory.host_announcements import read_hosts
         from swarmnet_protocols.fetching.peers import SwarmPeers, WeightHost
@@ -314,7 +314,13 @@ class Training:
             await loop.run_in_executor(threads.computing, import_transformers)  # torch has threads of its own
             cores = self.peer.limits().cores
             self._every_core = await compute_on(threads.computing, threads.codec, threads=cores)
-            trainer = await loop.run_in_executor(threads.computing, self._open_trainer, stage, peers, loop)
+            opening = loop.run_in_executor(threads.computing, self._open_trainer, stage, peers, loop)
+            if stage is None:
+                trainer = await opening
+            else:
+                keeping = keep_choice(directory, config.job, stage, self.transport.addresses)
+                async with in_background(keeping):
+                    trainer = await opening
         finally:
             peers.detach()
         if trainer.local is not None and is_published(trainer.local.name):
@@ -375,7 +381,8 @@ class Training:
             loop.call_soon_threadsafe(self._tell_needs, needs)
             if config.max_disk_bytes is None:
                 return None
-            one_bytes = _CHECKPOINT_BYTES * needs.trained
+            names = getattr(opened.job.make_method(), "state_names", ())
+            one_bytes = (_CHECKPOINT_BYTES + 4 * len(names)) * needs.trained
             self._kept = Kept.within(config.max_disk_bytes, one_bytes)
             return config.max_disk_bytes - self._kept.most * one_bytes
 

@@ -4,7 +4,8 @@ import asyncio
 import random
 from collections import Counter
 
-from swarmnet_node.training.stage_choice import choose_stage
+from swarmnet_node.training.stage_choice import choose_stage, keep_choice
+from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import worker_announcement
@@ -18,8 +19,9 @@ JOB = "ab" * 32
 ADDRESSES = ("/ip4/1.2.3.4/tcp/1",)
 
 
-def chosen(newcomers: int, present: tuple[int, ...], seed: int) -> Counter[int]:
-    """The workers of each stage after ``newcomers`` have chosen within three seconds."""
+def chosen(newcomers: int, present: tuple[int, ...], seed: int, within_s: float = 3.0) -> Counter[int]:
+    """The workers of each stage after ``newcomers``, who load for ten minutes, have chosen within
+    ``within_s``."""
 
     async def main() -> Counter[int]:
         network, delays = MemoryNetwork(random.Random(seed), LinkProfile()), random.Random(seed)
@@ -33,10 +35,13 @@ def chosen(newcomers: int, present: tuple[int, ...], seed: int) -> Counter[int]:
 
         async def choose(number: int) -> int:
             identity = Identity.from_seed(f"new {number}".encode())
-            await asyncio.sleep(delays.uniform(0.0, 3.0))
+            await asyncio.sleep(delays.uniform(0.0, within_s))
             async with network.transport(identity.peer_id):
                 directory = MemoryDirectory(board, identity, SWARM)
-                return await choose_stage(directory, JOB, 3, identity.peer_id, lambda: ADDRESSES)
+                stage = await choose_stage(directory, JOB, 3, identity.peer_id, lambda: ADDRESSES)
+                async with in_background(keep_choice(directory, JOB, stage, lambda: ADDRESSES)):
+                    await asyncio.sleep(600.0)
+                return stage
 
         await asyncio.gather(*(old(*each) for each in enumerate(present)))
         return Counter([*present, *await asyncio.gather(*map(choose, range(newcomers)))])
@@ -48,3 +53,8 @@ def test_workers_that_start_together_fill_all_stages() -> None:
     for seed in range(20):
         assert chosen(6, (), seed) == {0: 2, 1: 2, 2: 2}
         assert chosen(3, (0, 0, 2), seed) == {0: 2, 1: 2, 2: 2}
+
+
+def test_a_newcomer_that_loads_for_minutes_keeps_its_stage() -> None:
+    for seed in range(5):
+        assert chosen(6, (), seed, within_s=500.0) == {0: 2, 1: 2, 2: 2}

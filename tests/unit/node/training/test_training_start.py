@@ -228,7 +228,9 @@ def test_a_job_whose_checkpoints_exceed_the_disk_is_refused(
 
     async def scenario() -> None:
         async with worker.run() as running, asyncio.timeout(TIMEOUT_S):
-            with pytest.raises(OutOfResources, match="checkpoints of this job take") as caught:
+            with pytest.raises(
+                OutOfResources, match="checkpoints of this job and copies of its state take"
+            ) as caught:
                 await running
         assert "--max-disk" in caught.value.hint
         assert worker.steps == []
