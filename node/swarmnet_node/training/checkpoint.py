@@ -175,7 +175,7 @@ class CheckpointStore:
         Call this before the state of other workers replaces it. Raises ``OutOfResources`` if the
         disk is full or fails.
         """
-        found = self._newest_valid()
+        found = self.newest_valid()
         if found is None or not self._kept.set_aside:
             return
         kept = self._root / f"before-catch-up-{found[1]['round']:08d}"
@@ -190,7 +190,7 @@ class CheckpointStore:
 
         Raises ``ConfigError`` if the checkpoint belongs to another job.
         """
-        found = self._newest_valid()
+        found = self.newest_valid()
         if found is None:
             return None
         folder, progress = found
@@ -214,7 +214,7 @@ class CheckpointStore:
 
         transformers loads this folder. Raises ``ConfigError`` if there is no checkpoint.
         """
-        found = self._newest_valid()
+        found = self.newest_valid()
         if found is None:
             raise ConfigError(f"{self._root} has no checkpoint", hint="train for a round first")
         for file in found[0].iterdir():
@@ -227,7 +227,7 @@ class CheckpointStore:
             return []
         return sorted((path for path in self._root.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
 
-    def _newest_valid(self) -> tuple[Path, dict[str, Any]] | None:
+    def newest_valid(self) -> tuple[Path, dict[str, Any]] | None:
         for folder in self._folders():
             try:
                 return folder, _checked_progress(folder)

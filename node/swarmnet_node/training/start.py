@@ -33,7 +33,7 @@ from swarmnet_protocols.training.jobs import open_job
 
 if TYPE_CHECKING:
     from swarmnet_node.owner.given import Given
-    from swarmnet_node.training.checkpoint import Kept
+    from swarmnet_node.training.checkpoint import CheckpointStore, Kept
     from swarmnet_node.training.events import EventHandler, WorkerReporter
     from swarmnet_node.training.steps.stage_trainer import StageTrainer
     from swarmnet_node.training.steps.trainer import Trainer
@@ -74,6 +74,8 @@ class WorkerConfig:
     stage: int | None = None
     """The stage to train, in a job that has stages. None for the stage of the last time, or the one
     that needs workers most."""
+    begin_from: Sequence[Path] = ()
+    """Folders with checkpoints of another job, with which a worker without a checkpoint begins."""
     public_name: str = ""
     """Name of this worker that everybody sees. Empty: none."""
     swarm_name: str = ""
@@ -339,7 +341,17 @@ class Training:
             given=self.given,
         )
         checkpoints = CheckpointStore(job_folder(config.data_dir, config.job, stage), self._kept or Kept())
+        if config.begin_from:
+            await loop.run_in_executor(self.threads.writer, self._begin_from, checkpoints, trainer)
         return Worker(dependencies, self.sealed, trainer, checkpoints, self._handle)
+
+    def _begin_from(self, checkpoints: "CheckpointStore", trainer: "Trainer | StageTrainer") -> None:
+        """Write a first checkpoint that has the progress of another job."""
+        from swarmnet_node.training.pipeline.recut import recut
+
+        if checkpoints.newest_valid() is None:
+            saved = recut(self.config.begin_from, trainer.shapes, self.config.job)
+            checkpoints.save(saved, trainer.write)
 
     async def _stage(self) -> int | None:
         """Return the stage that this worker trains; None in a job without stages.

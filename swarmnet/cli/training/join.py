@@ -155,6 +155,14 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             show_default="the stage of the last time; the first time, the stage that needs workers most",
         ),
     ] = None,
+    begin_from: Annotated[
+        list[Path],
+        typer.Option(
+            "--from",
+            metavar="FOLDER",
+            help="Go on from the checkpoints of another job with the same model and other stages, or none. Once for each stage, such as DATA_DIR/training/JOB/stage-0.",
+        ),
+    ] = [],  # noqa: B006 - typer copies it
     tensorboard: TensorboardOption = None,
     wandb: WandbOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Train this job without asking first.")] = False,
@@ -198,7 +206,12 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         store_local_files(directory, job, files)
         run = f"{sealed.job.job.name}-{options.public_name or job[:SHOWN_DIGITS]}"
         while train(
-            replace(configured(entry, options, directory, job), memory=memory.options, stage=stage),
+            replace(
+                configured(entry, options, directory, job),
+                memory=memory.options,
+                stage=stage,
+                begin_from=begin_from,
+            ),
             options,
             trackers(run, sealed.job.model_dump(mode="json"), tensorboard, wandb),
         ):

@@ -126,6 +126,12 @@ class TrainedModel:
     def parameter_count(self) -> int:
         return self._flat.values.numel()
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the trained tensors, by their names in the whole model, in the order of the
+        vectors."""
+        return {name: each.shape for name, each in trained_parameters(self._model)}
+
     def view(self) -> Tensor:
         """Return the parameters, ``[n]`` on the CPU, valid until the next step or ``load``.
 
