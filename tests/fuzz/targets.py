@@ -48,7 +48,7 @@ from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS, decode_ids, encode_ids
-from swarmnet_protocols.training.pipeline import microbatches, step_streams
+from swarmnet_protocols.training.pipeline import microbatches, receipts, step_streams
 from swarmnet_protocols.training.rounds import messages, reduction, terms
 from swarmnet_protocols.wire import (
     membership_pb2,
@@ -369,14 +369,23 @@ def read_microbatch(data: bytes) -> None:
         stages=len(wire.chain) + 1,
         count=8,
         positions=1 << 10,
-        sender=_PEER,
-        receiver=_NEXT,
+        way=(_PEER, _NEXT),
     )
 
 
 def microbatch_seeds() -> list[bytes]:
     first = pipeline_pb2.Microbatch(job=bytes(32), round=7, origin=_PEER, number=3, stage=1, chain=[_NEXT])
     return [first.SerializeToString()]
+
+
+def read_receipts(data: bytes) -> None:
+    receipts.receipts_from_wire(parse(pipeline_pb2.Receipts, data), 4)
+
+
+def receipt_seeds() -> list[bytes]:
+    hashes = {name: bytes(32) for name in ("inputs", "outputs", "grad_outputs", "grad_inputs")}
+    receipt = pipeline_pb2.Receipt(state=bytes(32), **hashes, bits=24, signature=bytes(64))
+    return [pipeline_pb2.Receipts(receipts=[receipt]).SerializeToString()]
 
 
 def read_step_end(data: bytes) -> None:
@@ -571,6 +580,7 @@ TARGETS: dict[str, Target] = {
         microbatch_seeds,
         ("training.pipeline.microbatches.microbatch_from_wire",),
     ),
+    "receipts": Target(read_receipts, receipt_seeds, ("training.pipeline.receipts.receipts_from_wire",)),
     "step end": Target(
         read_step_end,
         examples(pipeline_pb2.StepRequest),

@@ -378,11 +378,22 @@ def pipeline_messages() -> Iterator[Protobuf]:
     yield pb.MicrobatchReply(admitted=pb.Admitted(known=True))
     yield pb.MicrobatchReply(part=pb.Part())
     yield pb.MicrobatchReply(failed=pb.Failed(stage=2, busy=True))
+    hashes = {"inputs": _MANIFEST, "outputs": _MANIFEST, "grad_outputs": _MANIFEST, "grad_inputs": _MANIFEST}
+    receipt = pb.Receipt(state=_MANIFEST, **hashes, bits=24, signature=bytes(64))
+    yield pb.MicrobatchReply(receipts=pb.Receipts(receipts=[receipt]))
+    audited = pb.Microbatch(
+        job=_MANIFEST, round=7, origin=_PEER.id, number=3, stage=1, chain=[_PEER.id, _PEER.id]
+    )
+    yield pb.AuditRequest(audit=pb.Audit(microbatch=audited, receipt=receipt))
+    yield pb.AuditRequest(recall=pb.Recall(microbatch=audited, gradient=True))
+    yield pb.AuditReply(heartbeat=pb.Heartbeat())
+    yield pb.AuditReply(verdict=pb.Verdict(checked=True, false_answer=True))
+    yield pb.AuditReply(part=pb.Part())
     yield pb.StepRequest(heartbeat=pb.Heartbeat())
     yield pb.StepRequest(listing=pb.Listing(job=_MANIFEST, round=7, numbers=[0, 300], tokens=[512, 511]))
     yield pb.StepRequest(end=pb.StepEnd(origins=[_PEER.id], tokens=1023))
     yield pb.StepReply(heartbeat=pb.Heartbeat())
-    yield pb.StepReply(listed=pb.Listed(missing=[300]))
+    yield pb.StepReply(listed=pb.Listed(missing=[300], excluded=[_PEER.id]))
     yield pb.StepReply(attempt=pb.Attempt(contributors=[_PEER.id]))
     yield pb.StepReply(committed=pb.Committed())
 

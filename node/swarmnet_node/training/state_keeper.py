@@ -174,8 +174,8 @@ class StateKeeper:
             return
         keep = kept_share(there.round - here.round) if late_tokens else 0.0
         await self.compute(partial(self.replica.load_shared, data, keep))
-        await self.begin(there.round)
         await self.publish(there.round)
+        await self.begin(there.round)
         self.emit(
             "healed",
             round=there.round,

@@ -34,6 +34,7 @@ from swarmnet_node.owner.given import Given
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.events import EventHandler, Meters, exchange_fields
 from swarmnet_node.training.known_workers import KnownWorkers
+from swarmnet_node.training.pipeline.audits import WorkerStanding
 from swarmnet_node.training.pipeline.pipeline import Pipeline
 from swarmnet_node.training.pipeline.stage_copies import StageCopies
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
@@ -179,10 +180,6 @@ class Worker:
         """The id under which workers that average together meet: the job's, or a stage's."""
         slots = 1
         if isinstance(trainer, StageTrainer):
-            self._pipeline = Pipeline.of(
-                opened, trainer, self._transport, dependencies.directory, self._compute, self._timing
-            )
-            self._pipeline.has_place = lambda: self._slot is not None
             self._group_id = stage_key(bytes.fromhex(self.job_id), trainer.stage).hex()
             slots = opened.job.exchange.max_workers  # one worker may count the data of all
         self._job_hash = bytes.fromhex(self._group_id)
@@ -192,6 +189,19 @@ class Worker:
             self._transport.peer_id,
             has_trained=lambda: self._replica.revision > 0,
         )
+        if isinstance(trainer, StageTrainer):
+            standing = WorkerStanding(
+                dependencies.sign, self._workers.excluded, self._exclude, dependencies.rng
+            )
+            self._pipeline = Pipeline.of(
+                opened,
+                trainer,
+                self._transport,
+                dependencies.directory,
+                self._compute,
+                standing,
+            )
+            self._pipeline.has_place = lambda: self._slot is not None
         self._state_server = StateServer(self._transport, self._job_hash, self._timing)
         exchange = opened.job.exchange
         self._matchmaking = Matchmaking(
@@ -214,7 +224,7 @@ class Worker:
                 exact=self._pipeline is not None and method.kind == "gradients",
             ),
             dependencies.codec_executor,
-            on_proven=lambda peer: self._workers.exclude([peer]),
+            on_proven=self._exclude,
         )
         self._averager = Averager(context)
         self._pairs = Pairs(context, self._state_server, self._replica.codec)
@@ -263,7 +273,7 @@ class Worker:
         await self._state_server.serve()
         await self._matchmaking.serve()
         if self._pipeline is not None:
-            await self._pipeline.advance(self.round)
+            await self._pipeline.advance(self.round, self._matchmaking.position.state)
             await self._pipeline.serve()
         await self._tell_privacy(None)
         self._metered_at = self._meters()
@@ -702,15 +712,21 @@ class Worker:
         if self._method.kind != "gradients":  # the outer step changes the state in place
             await self._keeper.withdraw()
         await self._compute(self._replica.apply, round, average, delivered)
-        if self._pipeline is not None:
-            await self._pipeline.advance(round + 1)
         await self._keeper.publish(self.round)
+        if self._pipeline is not None:
+            await self._pipeline.advance(round + 1, self._matchmaking.position.state)
 
     async def _continue_from(self, round: int) -> None:
         """Continue from ``round``, whose state was loaded."""
         self.round, self._slot = round, None
         if self._pipeline is not None:
-            await self._pipeline.advance(round)
+            await self._pipeline.advance(round, self._matchmaking.position.state)
+
+    def _exclude(self, peer: PeerId) -> None:
+        """Have nothing to do with a worker that is proven to be dishonest."""
+        if peer not in self._workers.excluded:
+            self._emit("notice", text=f"{peer} sent false results: this worker excludes it")
+        self._workers.exclude([peer])
 
     async def _save(self) -> None:
         """Save the state after the rounds whose exchange is over."""

@@ -216,6 +216,16 @@ MICROBATCH = TypedProtocol(
     roles=_TRAINER,
     served_by=_TRAINER,
 )
+AUDIT = TypedProtocol(
+    "/swarmnet/audit/1",
+    request=pipeline_pb2.AuditRequest,
+    reply=pipeline_pb2.AuditReply,
+    server=_part_s,
+    max_header_bytes=64 << 10,
+    max_payload_bytes=_PART_BYTES,
+    roles=_TRAINER,
+    served_by=_TRAINER,
+)
 STEP = TypedProtocol(
     "/swarmnet/step/1",
     request=pipeline_pb2.StepRequest,
@@ -287,7 +297,7 @@ INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING, WEIGHTS)
 """Served by hosts of blocks, besides ``REPORT``."""
 TRAINING = (MATCHMAKING, STATE, EXCHANGE)
 """Served by training workers, besides ``REPORT``."""
-PIPELINE = (MICROBATCH, STEP)
+PIPELINE = (MICROBATCH, AUDIT, STEP)
 """Served by the workers of a job in stages, besides ``TRAINING``."""
 DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE, DHT_SAMPLE)
 """Served by DHT nodes: hivemind's calls, and ``DHT_SAMPLE`` of swarmnet.

@@ -23,16 +23,42 @@ class Heartbeat(_message.Message):
     def __init__(self) -> None: ...
 
 class MicrobatchReply(_message.Message):
-    __slots__ = ("heartbeat", "admitted", "part", "failed")
+    __slots__ = ("heartbeat", "admitted", "part", "failed", "receipts")
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     heartbeat: Heartbeat
     admitted: Admitted
     part: Part
     failed: Failed
-    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+    receipts: Receipts
+    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., receipts: _Optional[_Union[Receipts, _Mapping]] = ...) -> None: ...
+
+class Receipts(_message.Message):
+    __slots__ = ("receipts",)
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
+    def __init__(self, receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ...) -> None: ...
+
+class Receipt(_message.Message):
+    __slots__ = ("state", "inputs", "outputs", "grad_outputs", "grad_inputs", "bits", "signature")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    GRAD_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    GRAD_INPUTS_FIELD_NUMBER: _ClassVar[int]
+    BITS_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    state: bytes
+    inputs: bytes
+    outputs: bytes
+    grad_outputs: bytes
+    grad_inputs: bytes
+    bits: int
+    signature: bytes
+    def __init__(self, state: _Optional[bytes] = ..., inputs: _Optional[bytes] = ..., outputs: _Optional[bytes] = ..., grad_outputs: _Optional[bytes] = ..., grad_inputs: _Optional[bytes] = ..., bits: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Microbatch(_message.Message):
     __slots__ = ("job", "round", "origin", "number", "stage", "chain", "tokens", "forward_only")
@@ -103,10 +129,12 @@ class Listing(_message.Message):
     def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., numbers: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Listed(_message.Message):
-    __slots__ = ("missing",)
+    __slots__ = ("missing", "excluded")
     MISSING_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
     missing: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, missing: _Optional[_Iterable[int]] = ...) -> None: ...
+    excluded: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, missing: _Optional[_Iterable[int]] = ..., excluded: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StepEnd(_message.Message):
     __slots__ = ("origins", "tokens")
@@ -125,3 +153,45 @@ class Attempt(_message.Message):
 class Committed(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class AuditRequest(_message.Message):
+    __slots__ = ("audit", "recall")
+    AUDIT_FIELD_NUMBER: _ClassVar[int]
+    RECALL_FIELD_NUMBER: _ClassVar[int]
+    audit: Audit
+    recall: Recall
+    def __init__(self, audit: _Optional[_Union[Audit, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ...) -> None: ...
+
+class AuditReply(_message.Message):
+    __slots__ = ("heartbeat", "verdict", "part")
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    heartbeat: Heartbeat
+    verdict: Verdict
+    part: Part
+    def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+
+class Audit(_message.Message):
+    __slots__ = ("microbatch", "receipt")
+    MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    microbatch: Microbatch
+    receipt: Receipt
+    def __init__(self, microbatch: _Optional[_Union[Microbatch, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
+
+class Recall(_message.Message):
+    __slots__ = ("microbatch", "gradient")
+    MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    microbatch: Microbatch
+    gradient: bool
+    def __init__(self, microbatch: _Optional[_Union[Microbatch, _Mapping]] = ..., gradient: _Optional[bool] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("checked", "false_answer")
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
+    FALSE_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    checked: bool
+    false_answer: bool
+    def __init__(self, checked: _Optional[bool] = ..., false_answer: _Optional[bool] = ...) -> None: ...

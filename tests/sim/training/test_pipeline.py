@@ -168,13 +168,13 @@ def test_real_boundaries_carry_the_bytes_of_the_yardstick(
 ) -> None:
     """Gradients of 8 and 4 bits are rounded with other random bits there."""
     arrived: list[int] = []
-    collected = microbatches._collected
+    collected = microbatches.collected
 
     async def counted(next_part: Any, size_bytes: int) -> bytearray:
         arrived.append(len(data := await collected(next_part, size_bytes)))
         return data
 
-    monkeypatch.setattr(microbatches, "_collected", counted)
+    monkeypatch.setattr(microbatches, "collected", counted)
     codec, _, rank = row.partition(":k=")
     stages = f'cuts = [1, 2, 3]\ncodec = "{codec}"\n' + (f"subspace = {rank}" if rank else "")
     job = staged_job(tmp_path, family=LLAMA.replace("true", "false"), rounds=3)

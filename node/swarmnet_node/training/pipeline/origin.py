@@ -16,12 +16,14 @@ count what passes through them, and ``ended`` tells them that this origin's roun
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from swarmnet_node.training.data.sampler import target_count
+from swarmnet_node.training.pipeline.audits import WorkerStanding, verdict
 from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
 from swarmnet_node.training.pipeline.stage_workers import StagedJob
 from swarmnet_node.training.pipeline.turns import Compute, Turns, Urgency
@@ -32,6 +34,7 @@ from swarmnet_protocols.machine.aio import all_of, cancel, in_background, race
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import STEP
 from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.training.pipeline.audits import Accusations, audited_share, is_odd
 from swarmnet_protocols.training.pipeline.chains import Chains
 from swarmnet_protocols.training.pipeline.ledger import MicrobatchLedger, StepEnd
 from swarmnet_protocols.training.pipeline.microbatches import (
@@ -40,6 +43,7 @@ from swarmnet_protocols.training.pipeline.microbatches import (
     MicrobatchId,
     StageFailed,
 )
+from swarmnet_protocols.training.pipeline.receipts import Receipt, tensor_hash
 from swarmnet_protocols.training.pipeline.step_streams import (
     ToWorker,
     end_to_wire,
@@ -93,6 +97,11 @@ class _Step:
         self.is_evaluated = is_evaluated
         """False until an evaluation after the round has ended."""
         self.told: dict[tuple[int, PeerId], asyncio.Task[None]] = {}
+        self.audits: list[asyncio.Task[None]] = []
+        self.tried: set[int] = set()
+        """Microbatches that have been sent."""
+        self.states: dict[int, dict[PeerId, bytes]] = {}
+        """The state that each worker of a stage computed with."""
         self.news = asyncio.Condition()
 
     def begin(self, batches: Mapping[int, torch.Tensor]) -> None:
@@ -109,13 +118,26 @@ class _Step:
 class MicrobatchOrigin:
     """The microbatches that one worker of stage 0 originates."""
 
-    def __init__(self, job: StagedJob, passes: StagePasses, turns: Turns, compute: Compute) -> None:
+    def __init__(  # noqa: PLR0913 - parts of one pipeline
+        self,
+        job: StagedJob,
+        passes: StagePasses,
+        turns: Turns,
+        compute: Compute,
+        client: MicrobatchClient,
+        standing: WorkerStanding,
+        *,
+        batch: int,
+    ) -> None:
         self._job = job
+        self._standing = standing
+        self._accusations = Accusations()
+        self._batch = batch
         self._workers = job.workers
         self._passes = passes
         self._turns = turns
         self._compute = compute
-        self._client = MicrobatchClient(job.transport, job.id, job.timing, job.traffic)
+        self._client = client
         self._chains = Chains()
         self._steps: dict[int, _Step] = {}
         self._evaluation: _Step | None = None
@@ -210,7 +232,8 @@ class MicrobatchOrigin:
 
     async def close(self) -> None:
         """End all conversations."""
-        await cancel(*(task for step in self._steps.values() for task in step.told.values()))
+        steps = self._steps.values()
+        await cancel(*(task for step in steps for task in (*step.told.values(), *step.audits)))
 
     def home(self, id: MicrobatchId) -> tuple[KeptMicrobatch, torch.Tensor] | None:
         """Return what is kept of an own microbatch that comes home, and its tokens."""
@@ -218,6 +241,13 @@ class MicrobatchOrigin:
         if step is None or id.number not in step.batches:
             return None
         return step.home[id.number], step.batches[id.number]
+
+    def kept(self, microbatch: Microbatch) -> KeptMicrobatch | None:
+        """Return what is kept of an own microbatch, on its way out or home."""
+        step = self._steps.get(microbatch.id.round)
+        if step is None or microbatch.id.origin != self._job.transport.peer_id:
+            return None
+        return (step.home if microbatch.is_home else step.begun).get(microbatch.id.number)
 
     # ---- microbatches -------------------------------------------------------------------------
 
@@ -233,6 +263,7 @@ class MicrobatchOrigin:
         batches = await self._compute(lambda: trainer.microbatches(step.round, inner, step.slot))
         step.begin(dict(enumerate(batches, inner * len(batches))))
         await self._all_of(step, partial(self._bring_home, step))
+        await asyncio.gather(*step.audits)
         for stage, peer in step.used:
             self._tell(step, stage, peer)
 
@@ -273,10 +304,14 @@ class MicrobatchOrigin:
             chain = await self._complete(chain)
             addresses = self._workers.addresses(1, chain[0])
             start_s = self._now()
-            sent = Microbatch(id, 1, chain, tokens, step.is_evaluation)
+            sent, again = Microbatch(id, 1, chain, tokens, step.is_evaluation), number in step.tried
+            step.tried.add(number)
             size_bytes = self._passes.boundary.answer_bytes(sent)
             try:
-                gradient = await self._client.gradient(sent, addresses, outputs or b"", size_bytes)
+                gradient, receipts = await self._client.gradient(
+                    sent, addresses, outputs or b"", size_bytes, again=again
+                )
+                self._check(step, sent, receipts, gradient)
             except StageFailed as failed:
                 chain = self._without(chain, failed, blamed)
                 continue
@@ -286,6 +321,61 @@ class MicrobatchOrigin:
             if step.has_books:
                 step.ledger.enter(number, chain, tokens)
             return gradient, chain
+
+    # ---- audits -------------------------------------------------------------------------------
+
+    def _check(
+        self, step: _Step, microbatch: Microbatch, receipts: Sequence[Receipt], gradient: Buffer
+    ) -> None:
+        """Check the receipts of a microbatch that is home, and start audits of some.
+
+        Receipts that disagree are not audited: others computed the microbatch before. Raises
+        ``StageFailed`` if a worker computed with another state than most of its stage.
+        """
+        home = step.home[microbatch.id.number]
+        if not (self._client.signed and microbatch.has_receipts):
+            return
+        try:
+            microbatch.check_receipts(
+                receipts, self._job.id, step.begun[microbatch.id.number].outputs or b"", gradient
+            )
+        except ProtocolViolation:
+            return
+        answered = (tensor_hash(home.inputs or b""), tensor_hash(home.grad_inputs or b""))
+        if answered != (receipts[-1].outputs, receipts[-1].grad_outputs):
+            return
+        for stage, receipt in enumerate(receipts, 1):
+            leg = replace(microbatch, stage=stage)
+            states = step.states.setdefault(stage, {})
+            states[leg.receiver] = receipt.state
+            if is_odd(states, leg.receiver):
+                raise StageFailed(stage, f"{leg.receiver} has another state than its stage")
+            share = audited_share(len(self._workers.of(stage)), self._batch)
+            if receipt.state and self._standing.rng.random() < share:
+                step.audits.append(asyncio.create_task(self._audit(step, leg, receipt), name="audit"))
+
+    async def _audit(self, step: _Step, microbatch: Microbatch, receipt: Receipt) -> None:
+        """Have one worker compute an answer again, and if it is false, all others of the stage."""
+        stage, accused = microbatch.stage, microbatch.receiver
+        others = [peer for peer in self._workers.candidates(stage) if peer != accused]
+        if accused in self._standing.excluded or not others:
+            return
+        first = self._standing.rng.choice(others)
+        if await verdict(self._job, first, microbatch, receipt):
+            others.remove(first)
+            found = await all_of(*(verdict(self._job, peer, microbatch, receipt) for peer in others))
+            for peer in (first, *(peer for peer, lied in zip(others, found, strict=True) if lied)):
+                self._accuse(step, stage, peer, accused)
+
+    def _accuse(self, step: _Step, stage: int, accuser: PeerId, accused: PeerId) -> None:
+        """Note that a worker excludes another one of its stage. Follow if most of them do."""
+        if accused in self._standing.excluded:
+            return
+        if self._accusations.accuse(accuser, accused, self._workers.of(stage)):
+            self._standing.exclude(accused)
+            self._spawn(step, stage, accused, set(step.ledger.listed(accused)))
+
+    # ---- chains -------------------------------------------------------------------------------
 
     async def _complete(self, chain: tuple[PeerId, ...]) -> tuple[PeerId, ...]:
         """Return ``chain`` with a worker in each empty place."""
@@ -376,6 +466,8 @@ class MicrobatchOrigin:
                     case "listed" if listed:
                         answered = listed.pop(0)
                         missing = missing_from_wire(reply.listed, answered)
+                        for accused in peers_from_wire(reply.listed.excluded):
+                            self._accuse(step, stage, peer, accused)
                         step.ledger.confirm(peer, answered, missing)
                         await step.notify()
                         if missing:
@@ -421,7 +513,7 @@ class MicrobatchOrigin:
         for old, step in list(self._steps.items()):
             if old >= round or self._is_committed(step) or old < round - 1:
                 del self._steps[old]
-                await cancel(*step.told.values())
+                await cancel(*step.told.values(), *step.audits)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 
+from swarmnet_node.training.pipeline.audits import StageAuditor, WorkerStanding
 from swarmnet_node.training.pipeline.inner_steps import InnerSteps, RoundEnds
 from swarmnet_node.training.pipeline.origin import MicrobatchOrigin
 from swarmnet_node.training.pipeline.stage_passes import Boundary, KeptMicrobatch, StagePasses
@@ -43,8 +44,10 @@ from swarmnet_protocols.training.pipeline.microbatches import (
     answer_microbatch,
     microbatch_from_wire,
 )
+from swarmnet_protocols.training.pipeline.receipts import Receipt
 from swarmnet_protocols.training.pipeline.step_streams import ToOrigin, end_from_wire, listing_from_wire
 from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.round_runner import Outcome
 from swarmnet_protocols.wire import pipeline_pb2 as pb
 from swarmnet_protocols.wire import refusal_pb2
@@ -64,11 +67,12 @@ NEWS_S = 2.0
 class Pipeline:
     """The pipeline of a job with ``stages`` stages, at one worker."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a worker's part in the job, and the job's sizes
         self,
         job: StagedJob,
         passes: StagePasses,
         compute: Compute,
+        standing: WorkerStanding,
         *,
         batch: int,
         held_out: int,
@@ -89,8 +93,18 @@ class Pipeline:
         self._numbers = batch * (inner_steps or 1)
         """Microbatches of an origin in a round."""
         self._turns = Turns(compute)
-        self._client = MicrobatchClient(job.transport, job.id, job.timing, job.traffic)
-        self._origin = None if self._stage else MicrobatchOrigin(job, passes, self._turns, compute)
+        self._standing = standing
+        self._client = MicrobatchClient(
+            job.transport, job.id, job.timing, passes.sign is not None, job.traffic
+        )
+        self._auditor = StageAuditor(
+            job, passes, self._turns, self._of, self._place, standing.exclude, batch=batch
+        )
+        self._origin = (
+            None
+            if self._stage
+            else MicrobatchOrigin(job, passes, self._turns, compute, self._client, standing, batch=batch)
+        )
         self._round = 0
         self._kept: dict[MicrobatchId, KeptMicrobatch] = {}
         self._accounts: dict[int, Accounts] = {}
@@ -121,7 +135,7 @@ class Pipeline:
         transport: Transport,
         directory: Directory,
         compute: Compute,
-        timing: Timing,
+        standing: WorkerStanding,
     ) -> "Pipeline":
         """Return the pipeline of a job at the worker of ``trainer``'s stage."""
         job, id = sealed.job, bytes.fromhex(sealed.id)
@@ -136,14 +150,18 @@ class Pipeline:
             job.job.seed,
             trainer.vocabulary,
         )
-        workers = StageWorkers(directory, id, job.stages.count, transport.peer_id)
-        passes = StagePasses(trainer, boundary)
+        workers = StageWorkers(
+            directory, id, job.stages.count, transport.peer_id, standing.excluded.__contains__
+        )
+        method = job.make_method()  # workers that take inner steps have weights of their own
+        signs = AggregationRules.named(job.exchange.aggregate, 1.0).verifiable and method.kind == "gradients"
+        passes = StagePasses(trainer, boundary, standing.sign if signs else None)
         batch = job.training.batch_size // sequences
-        method = job.make_method()
         return cls(
-            StagedJob(id, job.stages.count, transport, workers, timing, job.eval.every_rounds),
+            StagedJob(id, job.stages.count, transport, workers, Timing(), job.eval.every_rounds),
             passes,
             compute,
+            standing,
             batch=batch,
             held_out=job.eval.batches * batch + len(job.data.sources),
             inner_steps=method.steps_per_round if method.kind == "parameters" else None,
@@ -158,6 +176,7 @@ class Pipeline:
     async def serve(self) -> None:
         """Serve other workers until the transport closes."""
         await MICROBATCH.serve(self._job.transport, self._answer, self._job.timing)
+        await self._auditor.serve()
         await STEP.serve(self._job.transport, self._hear, self._job.timing)
 
     async def close(self) -> None:
@@ -200,8 +219,8 @@ class Pipeline:
         """Whether an origin has a conversation with this worker about a round."""
         return self._hearing > 0
 
-    async def advance(self, round: int) -> None:
-        """Begin ``round`` with the present weights."""
+    async def advance(self, round: int, state: bytes) -> None:
+        """Begin ``round`` with the present weights, of the stage's ``state``."""
         self._round = round
         self._ends.forget(round)
         if self._inner is not None:  # microbatches are for whatever weights are here
@@ -209,7 +228,7 @@ class Pipeline:
                 kept.drop_graph()
             await self._notify()
             return
-        await self._compute(self._passes.restart)
+        await self._compute(lambda: self._passes.restart(state))
         self._kept = {id: kept for id, kept in self._kept.items() if id.round >= round - 1}
         for kept in self._kept.values():
             kept.graph = kept.leaf = None
@@ -342,8 +361,7 @@ class Pipeline:
             stages=self._job.stages,
             count=self._held_out if request.begin.forward_only else self._numbers,
             positions=self._passes.boundary.positions,
-            sender=stream.peer,
-            receiver=self._job.transport.peer_id,
+            way=(stream.peer, self._job.transport.peer_id),
         )
         if microbatch.stage % self._job.stages != self._stage:
             raise ProtocolViolation(f"this worker has stage {self._stage}")
@@ -361,10 +379,10 @@ class Pipeline:
                 held.callback(kept[0].drop_graph)
             return kept[0].inputs is not None
 
-        async def gradient(inputs: Buffer | None) -> Buffer:
+        async def gradient(inputs: Buffer | None) -> tuple[Buffer, Sequence[Receipt]]:
             self.traffic.received += len(inputs or b"")
             if microbatch.is_forward_only:
-                return await self._evaluate(microbatch, inputs or b"")
+                return await self._evaluate(microbatch, inputs or b""), ()
             async with kept[0].lock:
                 if kept[0].inputs is None:
                     kept[0].inputs = inputs
@@ -374,7 +392,7 @@ class Pipeline:
                     kept[0].inputs = None
                     raise
             self.traffic.backward += len(answer)
-            return answer
+            return answer, kept[0].receipts
 
         with self._place(stream.peer):
             async with held:
@@ -460,13 +478,22 @@ class Pipeline:
                 self._check_round(id)
                 await self._turns.run(Urgency.FORWARD, lambda: passes.forward(kept))
             if kept.grad_inputs is None or kept.rest != microbatch.rest:
-                gradient = await self._ask_next(microbatch, kept.outputs or b"")
+                again = kept.grad_inputs is not None
+                gradient, later = await self._ask_next(microbatch, kept.outputs or b"", again=again)
                 if kept.grad_inputs is None:
                     self._check_round(id)
+                    subject = microbatch.subject(self._job.id)
+
+                    def backward() -> None:
+                        passes.backward(kept, gradient, id)
+                        passes.sign_receipt(kept, subject, later)
+
                     try:
-                        await self._turns.run(Urgency.BACKWARD, lambda: passes.backward(kept, gradient, id))
+                        await self._turns.run(Urgency.BACKWARD, backward)
                     except ProtocolViolation as error:
                         raise StageFailed(microbatch.stage + 1, str(error)) from error
+                else:
+                    kept.receipts = (*kept.receipts[:1], *later)
                 kept.rest = microbatch.rest
         if kept.grad_inputs is None:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "the round of this microbatch is over")
@@ -478,18 +505,30 @@ class Pipeline:
             await self._origin.note_loss(microbatch.id, inputs)
             return EVALUATED
         outputs = await self._turns.run(Urgency.FORWARD, lambda: self._passes.evaluated(inputs))
-        return await self._ask_next(microbatch, outputs)
+        answer, _ = await self._ask_next(microbatch, outputs)
+        return answer
 
-    async def _ask_next(self, microbatch: Microbatch, outputs: Buffer) -> bytearray:
-        """Return the next worker's answer. Raises ``StageFailed``."""
+    async def _ask_next(
+        self, microbatch: Microbatch, outputs: Buffer, *, again: bool = False
+    ) -> tuple[bytearray, tuple[Receipt, ...]]:
+        """Return the next worker's answer and receipts. Raises ``StageFailed``.
+
+        ``again``: another worker has answered before.
+        """
         onward = microbatch.onward()
         addresses = self._workers.addresses(onward.stage % self._job.stages, onward.receiver)
         size_bytes = self._passes.boundary.answer_bytes(onward)
-        return await self._client.gradient(onward, addresses, outputs, size_bytes)
+        return await self._client.gradient(onward, addresses, outputs, size_bytes, again=again)
 
     def _check_round(self, id: MicrobatchId) -> None:
         if self._inner is None and id.round != self._round:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"round {id.round} is over here")
+
+    def _of(self, microbatch: Microbatch) -> KeptMicrobatch | None:
+        """Return what is kept of a microbatch, on its way to this worker or from it."""
+        if self._origin is None:
+            return self._kept.get(microbatch.id)
+        return self._origin.kept(microbatch)
 
     def _has(self, id: MicrobatchId) -> bool:
         kept = self._kept.get(id)
@@ -535,7 +574,8 @@ class Pipeline:
                 accounts = self._accounts.setdefault(round, Accounts())
                 accounts.list(origin, listed)
                 missing = [number for number in listed if not self._has(MicrobatchId(round, origin, number))]
-                await stream.send(pb.StepReply(listed=pb.Listed(missing=missing)))
+                excluded = sorted(self._standing.excluded.keys() & self._workers.of(self._stage).keys())
+                await stream.send(pb.StepReply(listed=pb.Listed(missing=missing, excluded=excluded)))
                 await self._notify()
             request, _ = await stream.receive()
             while request.HasField("end"):

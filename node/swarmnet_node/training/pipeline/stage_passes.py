@@ -9,8 +9,8 @@ All methods run on the computing thread.
 
 import asyncio
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 import torch
@@ -28,8 +28,10 @@ from swarmnet_protocols.training.codecs.boundary import (
     id_bytes,
     rounding_seed,
 )
+from swarmnet_protocols.training.pipeline.audits import Tolerance
 from swarmnet_protocols.training.pipeline.microbatches import EVALUATED, Microbatch, MicrobatchId
 from swarmnet_protocols.training.pipeline.norms import UsualNorms
+from swarmnet_protocols.training.pipeline.receipts import Receipt, tensor_hash
 from swarmnet_protocols.wire import refusal_pb2
 
 
@@ -46,6 +48,10 @@ class KeptMicrobatch:
     """Its predicted tokens, as its origin says."""
     rest: tuple[PeerId, ...] | None = None
     """The later workers that have computed it."""
+    state: bytes = b""
+    """The state that computed the outputs, as in a receipt."""
+    receipts: tuple[Receipt, ...] = ()
+    """Of this worker and of the later ones that have computed it."""
     leaf: torch.Tensor | None = None
     """The inputs of ``graph``."""
     graph: torch.Tensor | None = None
@@ -121,9 +127,14 @@ class Boundary:
 class StagePasses:
     """Forward and backward passes of one stage, for one round after another."""
 
-    def __init__(self, trainer: StageTrainer, boundary: Boundary) -> None:
+    def __init__(
+        self, trainer: StageTrainer, boundary: Boundary, sign: Callable[[bytes], bytes] | None = None
+    ) -> None:
+        """``sign`` signs receipts, if the job has them."""
         self.trainer = trainer
         self.boundary = boundary
+        self.sign = sign
+        self._state, self._version = b"", -1
         self.losses: dict[int, float] = {}
         """The summed losses of this worker's own microbatches, by number."""
         self._accumulated: list[MicrobatchId] = []
@@ -137,8 +148,18 @@ class StagePasses:
         """The microbatches in the trainer's gradient."""
         return len(self._accumulated)
 
-    def restart(self) -> None:
-        """Forget the gradient, because a round or an inner step begins."""
+    @property
+    def state(self) -> bytes:
+        """The hash of the state that the weights belong to; empty if they have changed since."""
+        return self._state if self.trainer.version == self._version else b""
+
+    def restart(self, state: bytes | None = None) -> None:
+        """Forget the gradient, because a round or an inner step begins.
+
+        ``state``: the hash of the state from which a round begins.
+        """
+        if state is not None:
+            self._state, self._version = state, self.trainer.version
         self.trainer.free_gradients()
         self._accumulated, self.losses, self._seconds, self._tokens = [], {}, 0.0, 0
 
@@ -159,7 +180,7 @@ class StagePasses:
         started = time.perf_counter()
         if kept.graph is not None:
             self.trainer.accumulate(kept.graph, self._decoded(gradient, self._usual_gradients))
-            kept.graph = None
+            kept.graph, kept.grad_outputs = None, gradient
         self._seconds += time.perf_counter() - started
 
     def end(self, kept: KeptMicrobatch, batch: torch.Tensor, id: MicrobatchId) -> None:
@@ -177,6 +198,7 @@ class StagePasses:
         """Compute the outputs of a later stage, unless they are known."""
         if kept.outputs is None and kept.inputs is not None:
             started = time.perf_counter()
+            kept.state = self.state
             kept.leaf = self._decoded(kept.inputs, self._usual_inputs).requires_grad_()
             ids = self.boundary.ids(kept.inputs)
             kept.graph = self.trainer.forward(kept.leaf, self.boundary.sequences, ids)
@@ -208,6 +230,49 @@ class StagePasses:
         """Return the summed loss of a microbatch that comes home in an evaluation."""
         with self.trainer.evaluating():
             return float(self.trainer.end(self._decoded(inputs, self._usual_inputs), batch))
+
+    def sign_receipt(self, kept: KeptMicrobatch, subject: bytes, later: tuple[Receipt, ...]) -> None:
+        """Put a receipt of this worker before the ``later`` ones, unless the job has none."""
+        if self.sign is not None:
+            state = kept.state if kept.state == self.state else b""
+            tensors = (kept.inputs, kept.outputs, kept.grad_outputs, kept.grad_inputs)
+            inputs, outputs, grad_outputs, grad_inputs = (tensor_hash(each or b"") for each in tensors)
+            receipt = Receipt(state, inputs, outputs, grad_outputs, grad_inputs, self.trainer.bits)
+            signed = replace(receipt, signature=self.sign(receipt.signed_bytes(subject)))
+            kept.receipts = (signed, *later)
+
+    def answer(
+        self, state: bytes, inputs: Buffer, grad_outputs: Buffer, id: MicrobatchId
+    ) -> tuple[Buffer, Buffer] | None:
+        """Return the outputs and the gradient of the inputs of a microbatch of another worker.
+
+        None unless the weights belong to ``state``.
+        """
+        if not state or state != self.state:
+            return None
+        leaf, gradient = self.boundary.decode(inputs), self.boundary.decode(grad_outputs)
+        ids = self.boundary.ids(inputs)
+        outputs, grad_inputs = self.trainer.answer(leaf, gradient, self.boundary.sequences, ids)
+        encoded = self.boundary.gradient(grad_inputs, id, self.trainer.stage)
+        return self.boundary.outputs(outputs, ids), encoded
+
+    def agree(self, mine: Sequence[Buffer], theirs: Sequence[Buffer], bits: int) -> bool:
+        """Return whether two answers differ by no more than the arithmetic explains.
+
+        ``bits``: precision of the other worker, as its receipt says.
+        """
+        trainer = self.trainer
+        tolerance = Tolerance.of(
+            min(bits, trainer.bits),
+            trainer.blocks,
+            self.boundary.codec.level,
+            self.boundary.width,
+            routed=trainer.is_routed,
+        )
+        pairs = zip(mine, theirs, strict=True)
+        return all(
+            tolerance.allows(self.boundary.decode(one), self.boundary.decode(other)) for one, other in pairs
+        )
 
     def settle(
         self, counted: Mapping[MicrobatchId, int], kept: Mapping[MicrobatchId, KeptMicrobatch]

@@ -30,12 +30,23 @@ idle."""
 
 
 class StageWorkers:
-    """The workers of each stage of ``job_id`` except ``me``."""
+    """The workers of each stage of ``job_id`` except ``me``.
 
-    def __init__(self, directory: Directory, job_id: bytes, stages: int, me: PeerId) -> None:
+    Excluded workers get no microbatch, and may not ask for anything.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        job_id: bytes,
+        stages: int,
+        me: PeerId,
+        is_excluded: Callable[[PeerId], bool] = lambda _: False,
+    ) -> None:
         self._directory = directory
         self._keys = [stage_key(job_id, stage).hex() for stage in range(stages)]
         self._me = me
+        self._is_excluded = is_excluded
         self._found: list[dict[PeerId, RoundMember]] = [{} for _ in self._keys]
         self._avoided: dict[PeerId, float] = {}
         self._read_s = -math.inf
@@ -52,7 +63,11 @@ class StageWorkers:
     def candidates(self, stage: int) -> Sequence[PeerId]:
         """Return the workers of a stage that have not just failed."""
         now = asyncio.get_running_loop().time()
-        return [peer for peer in self._found[stage] if self._avoided.get(peer, now) <= now]
+        return [
+            peer
+            for peer in self._found[stage]
+            if self._avoided.get(peer, now) <= now and not self._is_excluded(peer)
+        ]
 
     def avoid(self, peer: PeerId, *, busy: bool) -> None:
         """Leave a worker out of ``candidates`` for a while."""
@@ -65,7 +80,9 @@ class StageWorkers:
         self._avoided.pop(peer, None)
 
     async def check(self, peer: PeerId, stage: int) -> None:
-        """Raise ``NotAuthorised`` unless ``peer`` is a worker of a stage."""
+        """Raise ``NotAuthorised`` unless ``peer`` is a worker of a stage, and not excluded."""
+        if self._is_excluded(peer):
+            raise NotAuthorised(f"{peer} sent false results")
         if peer not in self._found[stage]:
             await self.refresh(LEAST_S)
         if peer not in self._found[stage]:

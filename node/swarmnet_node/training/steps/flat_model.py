@@ -29,6 +29,8 @@ class FlatModel:
     def __init__(self, model: PreTrainedModel, device: torch.device, memory: MemoryOptions) -> None:
         """Raises ``ConfigError`` if the model cannot compute its activations again."""
         self.model = model
+        self.version = 0
+        """Counts the changes of the weights."""
         named = trained_parameters(model)
         self.parameters = [parameter for _, parameter in named]
         self._starts = (0, *accumulate(each.numel() for each in self.parameters))[:-1]
@@ -77,7 +79,8 @@ class FlatModel:
         return found
 
     def refresh(self) -> None:
-        """Round or copy the vector into the weights that the model computes with."""
+        """Round or copy the changed vector into the weights that the model computes with."""
+        self.version += 1
         if not self._is_shared:
             for parameter, part in self._parts(self.values):
                 parameter.data.copy_(part)

@@ -8,6 +8,7 @@
    a gradient that is divided by the tokens.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -25,6 +26,7 @@ from swarmnet_node.training.steps.trained_model import TrainedModel, check_start
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.models import Progress
+from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from swarmnet_protocols.training.job_settings import Job
 
 
@@ -169,6 +171,34 @@ class StageTrainer(TrainedModel):
         self.report_steps(step)
         self.gradients().div_(max(1, tokens))
         self._update(round, min(step, self._steps_per_round - 1))
+
+    def answer(
+        self, inputs: Tensor, grad_outputs: Tensor, sequences: int, ids: Tensor | None
+    ) -> Sequence[Tensor]:
+        """Return the outputs of a later stage and the gradient of its inputs, for an audit.
+
+        Leaves the stage's gradient as it is.
+        """
+        leaf = inputs.requires_grad_()
+        outputs = self.forward(leaf, sequences, ids)
+        (gradient,) = torch.autograd.grad(outputs, leaf, grad_outputs.to(outputs.device, outputs.dtype))
+        return outputs, gradient
+
+    @property
+    def version(self) -> int:
+        """Counts the changes of the weights."""
+        return self._flat.version
+
+    @property
+    def bits(self) -> int:
+        """Significant bits of the numbers that the stage computes with."""
+        epsilon = torch.finfo(next(self._model.parameters()).dtype).eps
+        return 1 - round(math.log2(epsilon))
+
+    @property
+    def is_routed(self) -> bool:
+        """True if the stage has routed experts."""
+        return any(True for _ in experts_modules(self._model))
 
     def gradients(self) -> Tensor:
         """Return the sum of the accumulated gradients, ``[n]`` float32. Zero after

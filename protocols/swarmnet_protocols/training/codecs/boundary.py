@@ -43,6 +43,13 @@ class BoundaryCodec:
         """
         return self.vectors.decode(payload, positions * hidden_size).view(positions, hidden_size)
 
+    @property
+    def level(self) -> float:
+        """The step between two levels, relative to the largest value; 0 for float32."""
+        if isinstance(self.vectors, BlockCodec):
+            return 1 / self.vectors.largest_code
+        return 0.0 if self.vectors is FLOAT32 else 2.0**-8
+
     def size_bytes(self, positions: int, hidden_size: int) -> int:
         """Return the bytes of every payload of this shape."""
         return self.vectors.max_bytes(positions * hidden_size)

@@ -20,6 +20,13 @@ from swarmnet_protocols.net.protocol_ids import MICROBATCH
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.pipeline.receipts import (
+    Receipt,
+    check_receipts,
+    receipts_from_wire,
+    receipts_to_wire,
+    tensor_hash,
+)
 from swarmnet_protocols.wire import pipeline_pb2 as pb
 from swarmnet_protocols.wire import refusal_pb2
 
@@ -79,9 +86,34 @@ class Microbatch:
         return self.stage == len(self.chain) + 1
 
     @property
+    def has_receipts(self) -> bool:
+        """True if the answer may have receipts: the origin signs none, and an evaluation has
+        none."""
+        return not self.is_home and not self.is_forward_only
+
+    @property
     def rest(self) -> tuple[PeerId, ...]:
         """The workers after the receiver."""
         return self.chain[self.stage :]
+
+    def subject(self, job: bytes) -> bytes:
+        """Return a name for the receiver's part in this microbatch of ``job``."""
+        id = self.id
+        return job + f"{id.round}/{id.origin}/{id.number}/{self.stage}".encode()
+
+    def check_receipts(
+        self, receipts: Sequence[Receipt], job: bytes, outputs: Buffer, gradient: Buffer
+    ) -> None:
+        """Raise ``ProtocolViolation`` unless all workers from the receiver on have signed receipts
+        that agree.
+
+        ``outputs``: the tensor that the receiver got; ``gradient``: its answer.
+        """
+        if self.has_receipts:
+            stages = range(self.stage, len(self.chain) + 1)
+            workers = [(self.chain[stage - 1], replace(self, stage=stage).subject(job)) for stage in stages]
+            hashes = {"outputs": tensor_hash(outputs), "gradient": tensor_hash(gradient)}
+            check_receipts(receipts, workers, **hashes)
 
     def onward(self) -> "Microbatch":
         """Return the same microbatch on its way to the next stage."""
@@ -102,21 +134,21 @@ def microbatch_to_wire(job: bytes, microbatch: Microbatch) -> pb.Microbatch:
     )
 
 
-def microbatch_from_wire(  # noqa: PLR0913 - all by name but the first
+def microbatch_from_wire(
     wire: pb.Microbatch,
     *,
     job: bytes,
     stages: int,
     count: int,
     positions: int,
-    sender: PeerId,
-    receiver: PeerId,
+    way: tuple[PeerId, PeerId] | None = None,
 ) -> Microbatch:
     """Parse a microbatch of a job with ``stages`` stages.
 
-    ``count``: the microbatches of an origin in a round; ``positions``: most tokens of one. Raises
-    ``ProtocolViolation`` if it is of another job, out of range, names a peer twice, or is not on
-    its way from ``sender`` to ``receiver``.
+    ``count``: the microbatches of an origin in a round; ``positions``: most tokens of one; ``way``:
+    sender and receiver, or None for one that only names a worker's part. Raises
+    ``ProtocolViolation`` if it is of another job, out of range, names a peer twice, or goes another
+    way.
     """
     is_in_range = wire.number < count and 1 <= wire.stage <= stages and wire.tokens <= positions
     if wire.job != job or not is_in_range:
@@ -126,7 +158,7 @@ def microbatch_from_wire(  # noqa: PLR0913 - all by name but the first
     peers = [peer_from_wire(each) for each in (wire.origin, *wire.chain)]
     id = MicrobatchId(wire.round, peers[0], wire.number)
     microbatch = Microbatch(id, wire.stage, tuple(peers[1:]), wire.tokens, wire.forward_only)
-    if (microbatch.sender, microbatch.receiver) != (sender, receiver):
+    if way not in {None, (microbatch.sender, microbatch.receiver)}:
         raise ProtocolViolation("a microbatch that takes another way")
     return microbatch
 
@@ -158,23 +190,36 @@ class MicrobatchClient:
     transport: Transport
     job: bytes
     timing: Timing
+    signed: bool
+    """Whether workers sign receipts."""
     traffic: BoundaryBytes = field(default_factory=BoundaryBytes)
 
     async def gradient(
-        self, microbatch: Microbatch, addresses: Sequence[str], outputs: Buffer, size_bytes: int
-    ) -> bytearray:
+        self,
+        microbatch: Microbatch,
+        addresses: Sequence[str],
+        outputs: Buffer,
+        size_bytes: int,
+        *,
+        again: bool = False,
+    ) -> tuple[bytearray, tuple[Receipt, ...]]:
         """Return the encoded gradient of ``outputs`` from the receiver of ``microbatch``.
 
-        ``size_bytes``: the size of the gradient. Raises ``StageFailed``.
+        Also return the receipts of the receiver and the workers after it. ``size_bytes``: the size
+        of the gradient. ``again``: the receipts may disagree, because other workers computed the
+        microbatch before. Raises ``StageFailed``.
         """
         try:
             stream = await MICROBATCH.open(
                 self.transport, microbatch.receiver, self.timing, addresses=addresses
             )
             try:
-                return await self._ask(stream, microbatch, outputs, size_bytes)
+                answer, receipts = await self._ask(stream, microbatch, outputs, size_bytes)
             finally:
                 stream.close()
+            if self.signed and not again:
+                microbatch.check_receipts(receipts, self.job, outputs, answer)
+            return answer, receipts
         except StageFailed:
             raise
         except SwarmnetError as error:
@@ -183,15 +228,21 @@ class MicrobatchClient:
 
     async def _ask(
         self, stream: ToNext, microbatch: Microbatch, outputs: Buffer, size_bytes: int
-    ) -> bytearray:
+    ) -> tuple[bytearray, tuple[Receipt, ...]]:
         await stream.send(pb.MicrobatchRequest(begin=microbatch_to_wire(self.job, microbatch)))
         reply, _ = await stream.receive()
         if not reply.HasField("admitted"):
             raise _failure(reply, microbatch)
         if not reply.admitted.known:
-            for payload in _pieces(outputs):
+            for payload in pieces(outputs):
                 await stream.send(pb.MicrobatchRequest(part=pb.Part()), payload)
                 self.traffic.forward += len(payload)
+        receipts: tuple[Receipt, ...] = ()
+        if self.signed and microbatch.has_receipts:
+            reply, _ = await stream.receive()
+            if not reply.HasField("receipts"):
+                raise _failure(reply, microbatch)
+            receipts = receipts_from_wire(reply.receipts, len(microbatch.chain))
 
         async def next_part() -> Buffer:
             reply, payload = await stream.receive()
@@ -199,9 +250,9 @@ class MicrobatchClient:
                 raise _failure(reply, microbatch)
             return payload
 
-        gradient = await _collected(next_part, size_bytes)
+        gradient = await collected(next_part, size_bytes)
         self.traffic.received += size_bytes
-        return gradient
+        return gradient, receipts
 
 
 def _failure(reply: pb.MicrobatchReply, microbatch: Microbatch) -> SwarmnetError:
@@ -211,13 +262,14 @@ def _failure(reply: pb.MicrobatchReply, microbatch: Microbatch) -> SwarmnetError
     return StageFailed(stage, "failed, as the worker before it says", busy=reply.failed.busy)
 
 
-def _pieces(data: Buffer) -> Iterator[memoryview]:
+def pieces(data: Buffer) -> Iterator[memoryview]:
+    """Yield the parts in which a tensor is sent."""
     view = memoryview(data)
     for start in range(0, len(view), MICROBATCH.max_payload_bytes):
         yield view[start : start + MICROBATCH.max_payload_bytes]
 
 
-async def _collected(next_part: Callable[[], Awaitable[Buffer]], size_bytes: int) -> bytearray:
+async def collected(next_part: Callable[[], Awaitable[Buffer]], size_bytes: int) -> bytearray:
     """Return the bytes of a tensor. Memory grows with what has arrived."""
     data = bytearray()
     while len(data) < size_bytes:
@@ -233,13 +285,14 @@ async def answer_microbatch(
     timing: Timing,
     admit: Callable[[], Awaitable[bool]],
     size_bytes: int,
-    gradient: Callable[[bytearray | None], Awaitable[Buffer]],
+    gradient: Callable[[bytearray | None], Awaitable[tuple[Buffer, Sequence[Receipt]]]],
 ) -> None:
     """Answer one request whose first message was received.
 
     - ``admit`` returns whether the inputs are known.
     - ``size_bytes``: the size of the inputs.
-    - ``gradient`` returns the gradient of the inputs. It gets them unless they are known.
+    - ``gradient`` returns the gradient of the inputs, and the receipts that go with it. It gets the
+      inputs unless they are known.
 
     Sends heartbeats meanwhile. Raises the errors of both, except ``StageFailed``.
     """
@@ -253,13 +306,15 @@ async def answer_microbatch(
     async def answer() -> None:
         known = await admit()
         await stream.send(pb.MicrobatchReply(admitted=pb.Admitted(known=known)))
-        inputs = None if known else await _collected(next_part, size_bytes)
+        inputs = None if known else await collected(next_part, size_bytes)
         try:
-            values = await gradient(inputs)
+            values, receipts = await gradient(inputs)
         except StageFailed as failed:
             await stream.send(pb.MicrobatchReply(failed=pb.Failed(stage=failed.stage, busy=failed.busy)))
             return
-        for payload in _pieces(values):
+        if receipts:
+            await stream.send(pb.MicrobatchReply(receipts=receipts_to_wire(receipts)))
+        for payload in pieces(values):
             await stream.send(pb.MicrobatchReply(part=pb.Part()), payload)
 
     heartbeat = pb.MicrobatchReply(heartbeat=pb.Heartbeat())

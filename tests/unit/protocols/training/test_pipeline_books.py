@@ -36,7 +36,7 @@ SENT = Microbatch(MicrobatchId(7, ORIGIN, 3), 1, (FIRST, SECOND), 30, is_forward
 
 
 def received(wire: pb.Microbatch, **changes: Any) -> Microbatch:
-    expected = {"job": JOB, "stages": 3, "count": 4, "positions": 32, "sender": ORIGIN, "receiver": FIRST}
+    expected = {"job": JOB, "stages": 3, "count": 4, "positions": 32, "way": (ORIGIN, FIRST)}
     return microbatch_from_wire(wire, **expected | changes)
 
 
@@ -46,7 +46,7 @@ def test_a_microbatch_goes_round_the_ring() -> None:
     assert (second.sender, second.receiver, second.rest) == (FIRST, SECOND, ())
     home = second.onward()
     assert (home.sender, home.receiver, home.is_home) == (SECOND, ORIGIN, True)
-    assert received(microbatch_to_wire(JOB, home), sender=SECOND, receiver=ORIGIN) == home
+    assert received(microbatch_to_wire(JOB, home), way=(SECOND, ORIGIN)) == home
 
 
 def test_rows_of_stages_show_who_holds_what_and_who_waits() -> None:
@@ -107,8 +107,7 @@ def test_a_microbatch_that_goes_elsewhere_is_refused(change: dict[str, Any]) -> 
             stages=3,
             count=4,
             positions=32,
-            sender=ORIGIN,
-            receiver=FIRST,
+            way=(ORIGIN, FIRST),
         )
 
 
