@@ -2,11 +2,12 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from swarmnet_client.chain.hops import ChainReport
+from swarmnet_client.model.grammar import Grammar
 from swarmnet_client.model.head import PromptReader
 from swarmnet_client.model.sampling import Sampling, Token
 from swarmnet_protocols.errors import SwarmnetError
@@ -28,8 +29,15 @@ class Request:
     owner: str = ""
     speculate: bool = True
     """Whether drafts are sent along with its newest token. The answer is the same."""
+    grammar: Grammar | None = field(default=None, compare=False)
+    """The grammar that the answer obeys. It ends the answer where nothing may follow."""
     reader: PromptReader | None = field(default=None, compare=False)
     """Reads the outputs of the last block at the prompt's positions, before the first token."""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether each token needs its scores, so that forced tokens are computed, too."""
+        return self.sampling.top_logprobs is not None
 
     @property
     def reads_all(self) -> bool:
@@ -64,21 +72,35 @@ class Answer:
         """Steps that brought tokens of the answer."""
         self.report = ChainReport()
         """The report of the chain that computed the answer last."""
+        self.grammar = request.grammar.start() if request.grammar is not None else None
+        self.prompt = frozenset(request.ids if request.sampling.repetition_penalty != 1 else ())
+        """The tokens of the prompt, if they are penalised."""
+        self._begun: list[Token] = []
+        """Tokens of ``ids`` that were not told yet."""
         self.retries = 0
         self.ids_at_retry = 0
         self._news: asyncio.Queue[Token | Prefill | SwarmnetError | None] = asyncio.Queue()
+        if request.grammar is not None and not request.wants_logprobs:
+            self.begin(request.grammar.first)
 
     def prefilled(self, done: int) -> None:
         """Note that the hosts have read the first ``done`` tokens of the prompt."""
         self._news.put_nowait(Prefill(done, len(self.request.ids)))
 
-    def add(self, token: Token) -> bool:
+    def begin(self, ids: Sequence[int]) -> None:
+        """Begin with tokens that need no choice, as many as fit. They are told with the first
+        chosen one, because the answer may fail before."""
+        for token in ids[: self.request.max_tokens - 1]:
+            self._append(Token(token))
+            self._begun.append(Token(token))
+
+    def add(self, token: Token, *, is_last: bool = False) -> bool:
         """Add the next token. Returns whether the answer needs more."""
-        self.ids.append(token.id)
-        if self.request.sampling.penalises:
-            self.counts[token.id] += 1
-        self._news.put_nowait(token)
-        if token.id in self.request.end_ids:
+        for each in [*self._begun, token]:
+            self._news.put_nowait(each)
+        self._begun = []
+        self._append(token)
+        if is_last or token.id in self.request.end_ids:
             self.finish_reason = "stop"
         elif len(self.ids) >= self.request.max_tokens:
             self.finish_reason = "length"
@@ -86,6 +108,11 @@ class Answer:
             return True
         self._news.put_nowait(None)
         return False
+
+    def _append(self, token: Token) -> None:
+        self.ids.append(token.id)
+        if self.request.sampling.penalises:
+            self.counts[token.id] += 1
 
     def stop(self) -> None:
         """Complete the answer early: its reader has found a stop string."""

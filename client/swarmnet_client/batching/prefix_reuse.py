@@ -44,6 +44,8 @@ class RunningSequence:
     todo: list[int] = field(default_factory=list)
     start: int = 0
     """The position of the first of ``todo``."""
+    is_decoding: bool = False
+    """Whether ``todo`` has only the newest tokens of ``answer``: the prompt has been sent."""
     has_begun: bool = False
     """Whether a part of ``answer`` has been sent, so that ``held`` belongs to it."""
     speculator: Speculator = field(default_factory=Speculator)
@@ -51,7 +53,7 @@ class RunningSequence:
     @property
     def reads_all(self) -> bool:
         """Whether the outputs of all positions are read that are sent now."""
-        return self.answer is not None and self.answer.request.reads_all and not self.answer.ids
+        return self.answer is not None and self.answer.request.reads_all and not self.is_decoding
 
     def shared(self, request: Request) -> int:
         """Return how many leading prompt ids are cached for the same owner; 0 below ``MIN_SHARED``.

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -29,9 +29,10 @@ from swarmnet_client.batching.prefix_reuse import (
 from swarmnet_client.chain.chain import CHUNK, Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle
-from swarmnet_client.model.drafts.speculation import Speculator, StepTimes
+from swarmnet_client.model.drafts.speculation import Speculator, StepTimes, common_prefix
+from swarmnet_client.model.grammar import BadGrammar
 from swarmnet_client.model.head import LmHead
-from swarmnet_client.model.sampling import Draw, Token
+from swarmnet_client.model.sampling import Draw, Sampling, Token
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.session.arrays import split
@@ -64,19 +65,53 @@ class _Part:
     origin: Origin | None = None
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    """The next tokens of an answer: the ``valid`` ones of a step's choices, then the tokens that
+    its grammar forces. ``is_last``: nothing may follow. ``error``: the grammar went beyond a limit.
+    """
+
+    tokens: Sequence[Token]
+    valid: int
+    is_last: bool = False
+    error: BadGrammar | None = None
+
+
 def _draws(answer: Answer, draft: Sequence[int]) -> list[Draw]:
-    """Return the choices of one answer after each token of a step.
+    """Return the choices of one answer after each token of a step. Raises ``BadGrammar``.
 
     A choice is used only if all draft tokens before it were right. So its penalties count those
     draft tokens as part of the answer.
     """
-    sampling, counts = answer.request.sampling, answer.counts
-    draws = [Draw(sampling, len(answer.ids), counts)]
-    for at in range(len(draft)):
-        if sampling.penalises:
-            counts = counts + Counter(draft[at : at + 1])
-        draws.append(Draw(sampling, len(answer.ids) + at + 1, counts))
+    sampling, counts, state = answer.request.sampling, answer.counts, answer.grammar
+    longest = max(map(len, sampling.bad_words), default=0)
+    last = [*answer.ids[-longest:], *draft] if longest else []
+    known = len(last) - len(draft)
+    masks: Sequence[Array | None] = [None] * (len(draft) + 1)
+    if state is not None:
+        state.follow(answer.ids)
+        masks = state.masks(draft)
+    draws = []
+    for at, allowed in enumerate(masks):
+        if at and sampling.penalises:
+            counts = counts + Counter(draft[at - 1 : at])
+        position, before = len(answer.ids) + at, last[: known + at]
+        draws.append(Draw(sampling, position, counts, answer.prompt, before, allowed))
     return draws
+
+
+def _accepted(answer: Answer, choices: Sequence[Token], draft: Sequence[int]) -> _Chosen:
+    """Return the choices that are valid after a draft, and what must follow them."""
+    valid = common_prefix([token.id for token in choices], draft) + 1
+    tokens = choices[:valid]
+    if answer.grammar is None:
+        return _Chosen(tokens, valid)
+    can_force = not answer.request.wants_logprobs
+    try:
+        forced, is_last = answer.grammar.accept([token.id for token in tokens], force=can_force)
+    except BadGrammar as error:
+        return _Chosen(tokens, valid, error=error)
+    return _Chosen([*tokens, *map(Token, forced)], valid, is_last)
 
 
 def share(room: int, wanted: Sequence[int]) -> list[int]:
@@ -150,6 +185,7 @@ class SequenceGroup:
         sequence.has_begun, sequence.start = False, 0
         sequence.todo = [*request.ids, *answer.ids]
         sequence.answer = answer
+        sequence.is_decoding = False
         drafts = None
         if self._draft_model is not None and request.speculate:
             drafts = self._draft_model.sequence(sequence.todo)
@@ -222,14 +258,14 @@ class SequenceGroup:
                 self._times.add(sum(1 + len(part.draft) for part in parts), clock() - started)
 
     async def _with_drafts(self, turn: Sequence[RunningSequence]) -> list["_Part"]:
-        """Return the parts of one step: the newest token of each sequence, and a draft."""
+        """Return the parts of one step: the newest tokens of each sequence, and a draft."""
         answers = [sequence.answer for sequence in turn]
-        if self._draft_model is None:
+        if self._draft_model is None and not any(answer and answer.grammar for answer in answers):
             drafts = self._drafts(turn)
         else:
             drafts = await self._head.compute(partial(self._drafts, turn))
         return [
-            _Part(sequence, 1, draft)
+            _Part(sequence, len(sequence.todo), draft)
             for sequence, answer, draft in zip(turn, answers, drafts, strict=True)
             if sequence.answer is answer  # an answer may have left while its draft was computed
         ]
@@ -240,20 +276,26 @@ class SequenceGroup:
         Drafts and newest tokens together have at most ``CHUNK`` positions.
         """
         drafts: list[tuple[int, ...]] = []
+        newest = sum(len(sequence.todo) for sequence in turn)
         for sequence in turn:
             answer = sequence.answer
             if answer is None or not answer.request.speculate:
                 drafts.append(())
                 continue
-            room = CHUNK - len(turn) - sum(map(len, drafts))
+            room = CHUNK - newest - sum(map(len, drafts))
             most = min(room, answer.request.max_tokens - len(answer.ids) - 1)
-            drafts.append(sequence.speculator.draft(self._times, positions=len(turn), most=most))
+            draft = sequence.speculator.draft(self._times, positions=newest, most=most)
+            if answer.grammar is not None:
+                with suppress(BadGrammar):  # the choice fails with it
+                    answer.grammar.follow(answer.ids)
+                    draft = answer.grammar.valid(draft)
+            drafts.append(draft)
         return drafts
 
     @staticmethod
     def _is_ready(sequence: RunningSequence) -> bool:
-        """Return whether a sequence is past its prompt and has its newest token to send."""
-        return sequence.answer is not None and bool(sequence.answer.ids) and len(sequence.todo) == 1
+        """Return whether a sequence is past its prompt and has its newest tokens to send."""
+        return sequence.is_decoding and bool(sequence.todo)
 
     async def _step(self, chain: Chain, parts: Sequence["_Part"]) -> None:
         """Send one step, and choose the next tokens of the answers whose newest token was in it."""
@@ -276,7 +318,7 @@ class SequenceGroup:
         prompts = {
             len(rows) - len(parts) + at: part.sequence.answer
             for at, part in enumerate(parts)
-            if part.sequence.answer is not None and not part.sequence.answer.ids
+            if part.sequence.answer is not None and not part.sequence.answer.trips
         }
         reached = {at: rows[at].start for at in prompts}
 
@@ -292,12 +334,29 @@ class SequenceGroup:
         hidden = await self._read_prompts(rows, prompts, hidden)
         if not asking:
             return
-        draws = [draw for part, answer in asking for draw in _draws(answer, part.draft)]
-        choices = iter(await self._head.choose(hidden, draws))
-        for part, answer in asking:
-            tokens = list(itertools.islice(choices, len(part.draft) + 1))
+        found = await self._head.compute(partial(self._choose, hidden, asking))
+        for (part, answer), chosen in zip(asking, found, strict=True):
             if part.sequence.answer is answer:  # else it left meanwhile
-                self._add_tokens(part, answer, tokens)
+                self._add_tokens(part, answer, chosen)
+
+    def _choose(self, hidden: Array, asking: Sequence[tuple["_Part", Answer]]) -> list[_Chosen]:
+        """Choose the next tokens of answers, on the thread that computes."""
+        draws: list[Draw] = []
+        errors: dict[Answer, BadGrammar] = {}
+        for part, answer in asking:
+            try:
+                draws += _draws(answer, part.draft)
+            except BadGrammar as error:
+                errors[answer] = error
+                draws += [Draw(Sampling(), 0)] * (len(part.draft) + 1)
+        tokens = iter(self._head.choose(hidden, draws))
+        choices = [list(itertools.islice(tokens, len(part.draft) + 1)) for part, _ in asking]
+        return [
+            _Chosen([], 0, error=errors[answer])
+            if answer in errors
+            else _accepted(answer, chosen, part.draft)
+            for (part, answer), chosen in zip(asking, choices, strict=True)
+        ]
 
     async def _read_prompts(self, rows: Sequence[Row], prompts: Mapping[int, Answer], hidden: Array) -> Array:
         """Give outputs of prompts to their readers. Return the outputs after which tokens are
@@ -310,17 +369,25 @@ class SequenceGroup:
                 await self._head.read(answer.request.reader, rows[at].end - len(pieces[at]), pieces[at])
         return np.concatenate([piece[row.first :] for row, piece in zip(rows, pieces, strict=True)])
 
-    def _add_tokens(self, part: "_Part", answer: Answer, tokens: Sequence[Token]) -> None:
-        """Add ``tokens`` to an answer, up to the first that differs from the draft."""
+    def _add_tokens(self, part: "_Part", answer: Answer, chosen: _Chosen) -> None:
+        """Add tokens to an answer. Those after its last valid choice are sent in the next step."""
         sequence = part.sequence
+        if chosen.error is not None:
+            answer.fail(chosen.error)
+            self._release(sequence)
+            return
+        tokens, valid = chosen.tokens, chosen.valid
         answer.trips += 1
         answer.report = self.report
         answer.precisions += [each for each in self.report.precisions if each not in answer.precisions]
-        valid = sequence.speculator.choose([token.id for token in tokens], len(part.draft))
-        needs_more = all(answer.add(token) for token in tokens[:valid])
+        ids = [token.id for token in tokens]
+        sequence.speculator.choose(ids[:valid], len(part.draft))
+        sequence.speculator.extend(ids[valid:])
+        last = len(tokens) - 1 if chosen.is_last else -1
+        needs_more = all(answer.add(token, is_last=at == last) for at, token in enumerate(tokens))
         sequence.start -= len(part.draft) + 1 - valid
         if needs_more:
-            sequence.todo = [answer.ids[-1]]
+            sequence.todo, sequence.is_decoding = ids[valid - 1 :], True
             self._ready.set()
         else:
             self._release(sequence)
@@ -339,6 +406,7 @@ class SequenceGroup:
     def _release(self, sequence: RunningSequence) -> None:
         self._turn += 1
         sequence.answer, sequence.todo, sequence.used = None, [], self._turn
+        sequence.is_decoding = False
         sequence.speculator = Speculator()
         self._left.set()
 

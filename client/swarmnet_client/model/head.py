@@ -72,9 +72,10 @@ class LmHead:
         self._layers = layers
         self._computing = computing
 
-    async def choose(self, hidden: Array, draws: list[Draw]) -> list[Token]:
-        """Return the next token after each of the hidden states [N, D], chosen by its draw."""
-        return await self.compute(partial(self._choose, hidden, draws))
+    def choose(self, hidden: Array, draws: list[Draw]) -> list[Token]:
+        """Return the next token after each of the hidden states [N, D], chosen by its draw. Called
+        on the thread that computes."""
+        return choose(self._layers.logits(hidden), draws)
 
     async def read(self, reader: PromptReader, start: int, hidden: Array) -> None:
         """Give ``reader`` the outputs [N, D] of the last block at the positions from ``start``."""
@@ -85,6 +86,3 @@ class LmHead:
     async def compute(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the thread that computes, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._computing, work)
-
-    def _choose(self, hidden: Array, draws: list[Draw]) -> list[Token]:
-        return choose(self._layers.logits(hidden), draws)

@@ -4,7 +4,7 @@ So a seeded answer depends neither on the other answers in the batch nor on a fa
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,17 +16,26 @@ NUCLEUS = 512
 """Tokens among which a nucleus is first searched. Most are smaller, and the rest of the vocabulary
 need not be sorted."""
 
+BANNED = -1e30
+"""The score of a token that would complete a bad word. It is finite, because the grammar may allow
+no other token."""
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How the tokens of an answer are chosen.
 
-    1. ``biases`` (pairs of token id and bias) are added to the scores. ``presence_penalty`` is
+    1. ``repetition_penalty`` divides the score of each token that occurs in the prompt or answer,
+       and multiplies a negative one (Keskar et al. 2019, "CTRL", section 4.1).
+    2. ``biases`` (pairs of token id and bias) are added to the scores. ``presence_penalty`` is
        subtracted from the score of each token that occurs in the answer, and ``frequency_penalty``
-       once for each occurrence. The prompt does not count.
-    2. ``temperature`` 0 takes the most likely token. ``top_p`` limits the choice to the fewest
-       tokens that together have this probability.
-    3. ``top_logprobs``: how many other tokens' log probabilities come with each token's own; None
+       once for each occurrence. For these the prompt does not count.
+    3. ``bad_words``: token sequences that never occur in the answer.
+    4. ``temperature`` 0 takes the most likely token. ``top_k`` limits the choice to as many of the
+       likeliest tokens; 0 for all. ``top_p`` limits it to the fewest of these that together have
+       this probability. ``min_p`` limits it to tokens with at least this share of the likeliest
+       one's probability (Nguyen et al. 2024, "Turning Up the Heat").
+    5. ``top_logprobs``: how many other tokens' log probabilities come with each token's own; None
        for no log probabilities.
     """
 
@@ -37,11 +46,15 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     biases: tuple[tuple[int, float], ...] = ()
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def penalises(self) -> bool:
-        """Whether the choice depends on the tokens already in the answer."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0
+        """Whether the choice depends on how often tokens are in the answer."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
 USUAL_SAMPLING = Sampling(temperature=0.7, top_p=0.95)
@@ -50,12 +63,20 @@ USUAL_SAMPLING = Sampling(temperature=0.7, top_p=0.95)
 
 @dataclass(frozen=True)
 class Draw:
-    """One choice of a token: its rules and its position in the answer. ``counts``: occurrences of
-    each token, if ``sampling`` penalises them."""
+    """One choice of a token: its rules and its position in the answer.
+
+    - ``counts``: occurrences of each token in the answer, if ``sampling`` penalises them.
+    - ``prompt``: the tokens of the prompt, if ``sampling`` has a repetition penalty.
+    - ``last``: the tokens before this one, as far as ``sampling`` has bad words of this length.
+    - ``allowed``: which tokens [V] the grammar allows; None without a grammar.
+    """
 
     sampling: Sampling
     position: int
     counts: Mapping[int, int] = field(default_factory=dict)
+    prompt: Set[int] = frozenset()
+    last: Sequence[int] = ()
+    allowed: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -92,11 +113,29 @@ def _changed(scores: Array, draws: list[Draw]) -> Array:
     """Return the scores with biases and penalties of all rows; the same array if there are none."""
     changed = scores
     for row, draw in enumerate(draws):
-        if changes := _changes(draw):
-            if changed is scores:
-                changed = scores.copy()
-            changed[row, np.fromiter(changes, np.int64)] += np.fromiter(changes.values(), np.float32)
+        changes, banned = _changes(draw), _banned(draw)
+        is_repeating = draw.sampling.repetition_penalty != 1
+        if not (changes or banned or is_repeating or draw.allowed is not None):
+            continue
+        if changed is scores:
+            changed = scores.copy()
+        if is_repeating:
+            seen = np.fromiter({*draw.prompt, *draw.counts}, np.int64)
+            value, penalty = changed[row, seen], draw.sampling.repetition_penalty
+            changed[row, seen] = np.where(value < 0, value * penalty, value / penalty)
+        changed[row, np.fromiter(changes, np.int64)] += np.fromiter(changes.values(), np.float32)
+        changed[row, banned] = BANNED
+        if draw.allowed is not None and draw.allowed.size:
+            known = min(len(draw.allowed), scores.shape[1])
+            changed[row, :known][~draw.allowed[:known]] = -np.inf
+            changed[row, known:] = -np.inf
     return changed
+
+
+def _banned(draw: Draw) -> list[int]:
+    """Return the tokens that would complete a bad word."""
+    ends = {len(word): tuple(draw.last[len(draw.last) - len(word) + 1 :]) for word in draw.sampling.bad_words}
+    return [word[-1] for word in draw.sampling.bad_words if word[:-1] == ends[len(word)]]
 
 
 def _changes(draw: Draw) -> dict[int, float]:
@@ -116,8 +155,15 @@ def _sample(row: Array, draw: Draw) -> int:
     probabilities = np.exp(scaled - scaled.max())
     probabilities /= probabilities.sum()
     tokens = None
-    if sampling.top_p < 1:
+    if sampling.top_k:
+        tokens = _largest(probabilities, sampling.top_k)
+        probabilities = probabilities[tokens]
+        if sampling.top_p < 1:
+            probabilities = _fewest(probabilities, sampling.top_p * float(probabilities.sum()))
+    elif sampling.top_p < 1:
         probabilities, tokens = _nucleus(probabilities, sampling.top_p)
+    if sampling.min_p:
+        probabilities = np.where(probabilities < sampling.min_p * probabilities.max(), 0.0, probabilities)
     reached = probabilities.cumsum()
     point = random.Random(f"{sampling.seed}/{draw.position}").random() * float(reached[-1])
     index = min(int(np.searchsorted(reached, point, "right")), len(reached) - 1)
@@ -130,10 +176,15 @@ def _nucleus(probabilities: Array, top_p: float) -> tuple[Array, Array]:
     tokens = _largest(probabilities, NUCLEUS)
     if float(probabilities[tokens].sum()) < top_p:
         tokens = _largest(probabilities, len(probabilities))
-    kept = probabilities[tokens]
-    before = kept.cumsum() - kept
-    count = max(1, int((before < top_p).sum()))
-    return kept[:count], tokens[:count]
+    kept = _fewest(probabilities[tokens], top_p)
+    return kept, tokens[: len(kept)]
+
+
+def _fewest(probabilities: Array, least: float) -> Array:
+    """Return the first of descending ``probabilities``, at least one, that together reach
+    ``least``."""
+    before = probabilities.cumsum() - probabilities
+    return probabilities[: max(1, int((before < least).sum()))]
 
 
 def _largest(values: Array, count: int) -> Array:

@@ -241,10 +241,14 @@ class Speculator:
         for at, (token, bucket) in enumerate(self._drafted[: max(1, min(valid, sent))]):
             self._accepted[bucket] = self._accepted[bucket] * _KEPT + (token == chosen[at])
             self._checked[bucket] = self._checked[bucket] * _KEPT + 1
-        self._lookup.extend(chosen[:valid])
-        if self._model is not None:
-            self._model.extend(chosen[:valid])
+        self.extend(chosen[:valid])
         return valid
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Add tokens to the sequence."""
+        self._lookup.extend(ids)
+        if self._model is not None:
+            self._model.extend(ids)
 
     def _rate(self, bucket: int) -> float:
         """Return the expected share of right tokens in a bucket."""
