@@ -27,9 +27,9 @@ from starlette.exceptions import HTTPException
 
 from swarmnet.gateway.errors import RETRY_S, ApiError, api_error
 from swarmnet.gateway.generation.embedding import embedded
-from swarmnet.gateway.generation.generation import Continuation, Generation
+from swarmnet.gateway.generation.generation import Generation
 from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest
-from swarmnet.gateway.generation.tokenization import PromptTokenizer
+from swarmnet.gateway.generation.tokenization import PreparedPrompt, PromptTokenizer
 from swarmnet.gateway.metrics import GatewayMetrics
 from swarmnet.gateway.own_answers import OwnRequest, answer_own, check_key
 from swarmnet.gateway.parsing import BodyParser, is_json
@@ -174,7 +174,7 @@ class Gateway:
             message = f"an embedding of this model has {width} dimensions"
             raise ApiError(400, message, "invalid_value", param="dimensions")
         async with self._admitted(request, wanted.model, 1) as key:
-            requests = self._sequence_requests(wanted, await self._encode(wanted), key)
+            requests = self._sequence_requests(wanted, await self._prepare(wanted), key)
             tokens = sum(len(each.ids) for each in requests)
             self._quotas.use_tokens(key, tokens, asyncio.get_running_loop().time())
             vectors = await race(embedded(self.served, requests, body.dimensions), _client_left(request))
@@ -185,7 +185,7 @@ class Gateway:
     async def count_tokens(self, request: Request) -> dict[str, int]:
         body = await self._parse(request, CountBody)
         self._check_model(body.model)
-        return {"input_tokens": len(await self._encode_chat(body.chat()))}
+        return {"input_tokens": len(await self._tokenizer.encode_chat(body.chat(), generation_prompt=True))}
 
     async def kept_response(self, response_id: str, request: Request) -> dict[str, Any]:
         return self._kept[key_name(request)].find(response_id).fields
@@ -218,8 +218,8 @@ class Gateway:
         body = await self._parse(request, TokenizeRequest)
         self._check_model(body.model or self.model)
         if body.messages is not None and body.prompt is None:
-            messages = [message.message() for message in body.messages]
-            ids = await self._tokenizer.encode_chat(messages, generation_prompt=body.add_generation_prompt)
+            chat = ChatPrompt(tuple(message.message() for message in body.messages))
+            ids = await self._tokenizer.encode_chat(chat, generation_prompt=body.add_generation_prompt)
         elif body.prompt is not None and body.messages is None:
             ids = await self._tokenizer.encode(body.prompt, special_tokens=body.add_special_tokens)
         else:
@@ -269,16 +269,17 @@ class Gateway:
         async with AsyncExitStack() as stack:
             admitted = self._admitted(request, wanted.model, wanted.choices)
             key = await stack.enter_async_context(admitted)
-            prompts = await self._encode(wanted)
+            prompts = await self._prepare(wanted)
+            words = await self._tokenizer.encode_words(wanted.bad_words)
+            wanted = replace(wanted, sampling=replace(wanted.sampling, bad_words=words))
             requests = self._sequence_requests(wanted, prompts, key)
             generation = await stack.enter_async_context(
                 Generation.run(
                     self.served,
-                    requests,
+                    [*zip(requests, (each for each in prompts for _ in range(wanted.n)), strict=True)],
                     wanted.stop,
                     self._metrics,
-                    prompt_tokens=sum(map(len, prompts)),
-                    continues=await self._continuation(wanted),
+                    prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
                 )
             )
             clock = asyncio.get_running_loop().time
@@ -308,35 +309,31 @@ class Gateway:
             self._count_running(-1)
             self._quotas.release(key, choices)
 
-    async def _encode(self, wanted: GenerationRequest) -> list[list[int]]:
-        """Return the token ids of each prompt."""
+    async def _prepare(self, wanted: GenerationRequest) -> list[PreparedPrompt]:
+        """Return each prompt with its token ids, and how its answers are written and read."""
         if isinstance(wanted.prompt, ChatPrompt):
-            return [await self._encode_chat(wanted.prompt)]
-        return [
-            await self._tokenizer.encode(prompt, special_tokens=True) if isinstance(prompt, str) else prompt
+            return [await self._tokenizer.prepare(wanted.prompt, wanted.output)]
+        found = [await self._tokenizer.prepare_text(prompt, wanted.output) for prompt in wanted.prompt]
+        if not wanted.echo:
+            return found
+        texts = [
+            prompt if isinstance(prompt, str) else await self._tokenizer.decode(prompt)
             for prompt in wanted.prompt
         ]
-
-    async def _encode_chat(self, chat: ChatPrompt) -> list[int]:
-        return await self._tokenizer.encode_chat(chat.messages, generation_prompt=True)
-
-    async def _continuation(self, wanted: GenerationRequest) -> Continuation | None:
-        if isinstance(wanted.prompt, ChatPrompt):
-            return None
-        echoes = []
-        for prompt in wanted.prompt if wanted.echo else ():
-            text = prompt if isinstance(prompt, str) else await self._tokenizer.decode(prompt)
-            echoes += [text] * wanted.n
-        return Continuation(echoes, is_empty=wanted.max_tokens == 0)
+        return [
+            replace(each, echo=text, is_empty=wanted.max_tokens == 0)
+            for each, text in zip(found, texts, strict=True)
+        ]
 
     def _sequence_requests(
-        self, wanted: GenerationRequest, prompts: list[list[int]], key: str
+        self, wanted: GenerationRequest, prompts: list[PreparedPrompt], key: str
     ) -> list[answers.Request]:
         """Return one request to the batcher for each choice of each prompt. Raises ``ApiError`` for
         prompts that do not fit."""
         requests: list[answers.Request] = []
         self._tokenizer.check_ids(dict(wanted.sampling.biases), "logit_bias")
-        for prompt in prompts:
+        for prepared in prompts:
+            prompt = prepared.ids
             self._tokenizer.check_ids(prompt, wanted.param)
             room = self.served.max_length - len(prompt)
             if not prompt:
@@ -360,6 +357,7 @@ class Gateway:
                         owner=_owner(wanted, key),
                         speculate=self.served.speculates,
                         reader=reader,
+                        grammar=prepared.grammar,
                     )
                 )
         return requests

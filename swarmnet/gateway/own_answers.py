@@ -22,6 +22,7 @@ from pydantic import Field
 
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.generation.detokenizer import IncrementalDetokenizer
+from swarmnet.gateway.generation.requests import ChatPrompt
 from swarmnet.gateway.generation.tokenization import PromptTokenizer
 from swarmnet.gateway.protocols.endpoint import LineStreamResponse
 from swarmnet.gateway.protocols.schemas import Messages, StrictModel, Tokens
@@ -65,8 +66,8 @@ async def answer_own(
     elif body.messages is None:
         ids = await tokenizer.encode(body.text or "", special_tokens=True)
     else:
-        messages = [message.message() for message in body.messages]
-        ids = await tokenizer.encode_chat(messages, generation_prompt=True)
+        chat = ChatPrompt(tuple(message.message() for message in body.messages))
+        ids = await tokenizer.encode_chat(chat, generation_prompt=True)
     room = served.context - len(ids)
     if room < 1 or not ids:
         message = f"the prompt has {len(ids)} tokens and the model takes {served.context}"

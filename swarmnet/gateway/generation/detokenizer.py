@@ -1,7 +1,7 @@
 """Streaming text from tokens: incremental detokenization, the bytes of tokens, and stop strings."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,14 +18,19 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class IncrementalDetokenizer:
     """The text of a growing token sequence, in pieces that end between characters.
 
+    Special tokens have no text, except those in ``marks``.
+
     Each piece is decoded together with the tokens of the piece before, because tokenizers decode
     the first word of a text differently. ``tokenizers.decoders.DecodeStream`` does so, too, but
     holds back all text after invalid UTF-8, and has no end at which it gives that back.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int] = (), marks: Mapping[int, str] | None = None
+    ) -> None:
         """``prompt``: the tokens that the text continues; none if it is a text of its own."""
         self._tokenizer = tokenizer
+        self._marks = marks or {}
         self._ids = list(prompt[-PROMPT_TOKENS:])
         self._prefix_start = 0
         self._prefix_end = len(self._ids)
@@ -35,6 +40,8 @@ class IncrementalDetokenizer:
     def push(self, token_id: int) -> str:
         """Return the text that ``token_id`` completes; empty while its last character is
         incomplete."""
+        if token_id in self._marks:
+            return self.flush() + self._marks[token_id]
         self._ids.append(token_id)
         return self._decode_new(is_end=False)
 
@@ -128,7 +135,7 @@ class StopStrings:
         if places:
             self.found, self._held = True, ""
             return text[: min(places)]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -138,7 +145,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of ``text`` that is a proper beginning of ``stop``."""
     return next(
         (count for count in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:count])), 0

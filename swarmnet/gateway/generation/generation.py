@@ -1,12 +1,14 @@
 """Generating the choices of one request concurrently, as one stream of events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 
+from swarmnet.gateway.generation.answer_reader import AnswerReader
 from swarmnet.gateway.generation.detokenizer import IncrementalDetokenizer, StopStrings
 from swarmnet.gateway.generation.events import ChoiceEnd, Delta, TextDelta, Usage
+from swarmnet.gateway.generation.tokenization import PreparedPrompt
 from swarmnet.gateway.metrics import GatewayMetrics
 from swarmnet_client.batching.answers import Prefill, Request
 from swarmnet_client.batching.continuous_batching import BatchedModel
@@ -14,18 +16,6 @@ from swarmnet_client.model.prompt_readers import PromptScores
 from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import in_background
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """Answers that continue the texts of their prompts.
-
-    - ``echoes``: the text of each choice's prompt, if the choice begins with it.
-    - ``is_empty``: whether nothing follows the echoes.
-    """
-
-    echoes: Sequence[str] = ()
-    is_empty: bool = False
 
 
 class Generation:
@@ -39,23 +29,21 @@ class Generation:
     def __init__(
         self,
         served: BatchedModel,
-        requests: Sequence[Request],
+        choices: Sequence[tuple[Request, PreparedPrompt]],
         stops: Sequence[str],
         metrics: GatewayMetrics,
         *,
         prompt_tokens: int,
-        continues: Continuation | None = None,
     ) -> None:
-        """``prompt_tokens``: tokens of all prompts, each counted once. ``continues``: how the
-        answers continue the texts of their prompts; None if they are texts of their own."""
+        """``choices``: the request of each choice, and its prompt. ``prompt_tokens``: tokens of all
+        prompts, each counted once."""
         self.usage = Usage(prompt_tokens)
         """What the choices took so far."""
         self._served = served
-        self._requests = requests
+        self._choices = choices
         self._stops = stops
         self._metrics = metrics
-        self._continues = continues
-        self._unfinished = len(requests)
+        self._unfinished = len(choices)
         self._queue: asyncio.Queue[Delta | Prefill | SwarmnetError] = asyncio.Queue()
         self._started = asyncio.Event()
         self._first_error: SwarmnetError | None = None
@@ -66,19 +54,18 @@ class Generation:
     async def run(
         cls,
         served: BatchedModel,
-        requests: Sequence[Request],
+        choices: Sequence[tuple[Request, PreparedPrompt]],
         stops: Sequence[str],
         metrics: GatewayMetrics,
         *,
         prompt_tokens: int,
-        continues: Continuation | None = None,
     ) -> AsyncIterator["Generation"]:
-        """Generate one choice for each of ``requests`` while the context is open.
+        """Generate one choice for each of ``choices`` while the context is open.
 
         Leaving it cancels the unfinished ones.
         """
-        generation = cls(served, requests, stops, metrics, prompt_tokens=prompt_tokens, continues=continues)
-        async with in_background(*map(generation._run_choice, range(len(requests)))):
+        generation = cls(served, choices, stops, metrics, prompt_tokens=prompt_tokens)
+        async with in_background(*map(generation._run_choice, range(len(choices)))):
             yield generation
 
     async def wait_started(self) -> None:
@@ -114,12 +101,10 @@ class Generation:
             self._put(SwarmnetError(f"this should not have happened: {type(error).__name__}: {error}"))
 
     async def _generate(self, index: int) -> None:
-        request = self._requests[index]
-        continues = self._continues
-        prompt = request.ids if continues else ()
-        detokenizer = IncrementalDetokenizer(self._served.tokenizer, prompt)
-        stops = StopStrings(self._stops)
-        pending: list[Token] = []
+        request, prepared = self._choices[index]
+        prompt = request.ids if prepared.continues else ()
+        detokenizer = IncrementalDetokenizer(self._served.tokenizer, prompt, prepared.marks)
+        teller = _Teller(prepared.reader(index), self._stops, self._put)
         count = 0
         last_s = self._start_s
         async with self._served.batcher.answer(request) as answer:
@@ -127,36 +112,30 @@ class Generation:
                 if isinstance(token, Prefill):
                     self._queue.put_nowait(token)
                     continue
-                if continues and continues.echoes and count == 0:
-                    self._put(TextDelta(index, continues.echoes[index], tokens=_scored(request)))
-                    if continues.is_empty:
+                if prepared.echo is not None and count == 0:
+                    self._put(TextDelta(index, prepared.echo, tokens=_scored(request)))
+                    if prepared.is_empty:
                         answer.finish_reason = "length"
                         break
                 last_s = self._observe_token(count, last_s)
                 count += 1
-                if token.id in request.end_ids:
+                if token.id in request.end_ids and token.id not in prepared.marks:
                     continue
-                pending.append(token)
-                text = stops.push(detokenizer.push(token.id))
-                if stops.found:
+                self.usage.reasoning_tokens += teller.reader.is_thinking
+                teller.pending.append(token)
+                teller.tell(detokenizer.push(token.id))
+                if teller.is_stopped:
                     answer.stop()
                     break
-                if text:
-                    self._put(TextDelta(index, text, tokens=tuple(pending)))
-                    pending = []
             usage = self.usage
             usage.cached_tokens += answer.reused
             usage.precisions += [each for each in answer.precisions if each not in usage.precisions]
             usage.trips += answer.trips
-        if not stops.found:
-            text = stops.push(detokenizer.flush())
-            text += stops.flush()
+        teller.end(detokenizer.flush())
         reason = answer.finish_reason or "stop"
         self._observe_choice(request, count, answer.reused, reason)
-        if text:
-            self._put(TextDelta(index, text, tokens=tuple(pending)))
-            pending = []
-        self._put(ChoiceEnd(index, reason, tokens=tuple(pending)))
+        is_call = reason == "stop" and teller.reader.calls > 0
+        self._put(ChoiceEnd(index, "tool_calls" if is_call else reason, tokens=tuple(teller.pending)))
 
     def _observe_token(self, tokens_before: int, last_s: float) -> float:
         """Count one token in the metrics; returns its time."""
@@ -180,3 +159,46 @@ class Generation:
 def _scored(request: Request) -> tuple[Token, ...]:
     """Return the tokens of a prompt with their log probabilities, if the request asks for them."""
     return tuple(request.reader.tokens) if isinstance(request.reader, PromptScores) else ()
+
+
+class _Teller:
+    """Tells what the text of one choice says, up to a stop string in the text for the user.
+
+    ``pending``: tokens that no event has brought yet.
+    """
+
+    def __init__(self, reader: AnswerReader, stops: Sequence[str], put: Callable[[Delta], None]) -> None:
+        self.reader = reader
+        self.pending: list[Token] = []
+        self._stops = StopStrings(stops)
+        self._put = put
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stops.found
+
+    def tell(self, text: str) -> None:
+        """Tell the next text."""
+        for event in self.reader.push(text):
+            self._tell(event)
+
+    def end(self, text: str) -> None:
+        """Tell the last text, unless a stop string came before it."""
+        if self.is_stopped:
+            return
+        self.tell(text)
+        for event in self.reader.flush():
+            self._tell(event)
+        if rest := self._stops.flush():
+            self._send(TextDelta(self.reader.index, rest))
+
+    def _tell(self, event: Delta) -> None:
+        if isinstance(event, TextDelta):
+            if text := self._stops.push(event.text):
+                self._send(TextDelta(event.index, text))
+        elif not self.is_stopped:
+            self._send(event)
+
+    def _send(self, event: Delta) -> None:
+        self._put(replace(event, tokens=tuple(self.pending)))
+        self.pending = []

@@ -102,6 +102,7 @@ class GenerationRequest:
     - ``sampling``: its seed is the first choice's. Each further choice adds one.
     - ``echo``: whether choices begin with their prompts, which are texts or token lists.
     - ``max_tokens``: None for as many as the context has room for; 0 only with ``echo``.
+    - ``bad_words``: texts that the answer never contains.
     - ``user``, ``salt``: prompts of different users and salts never share caches.
     """
 
@@ -116,6 +117,7 @@ class GenerationRequest:
     output: OutputFormat | None = None
     stream: bool = False
     ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
     user: str = ""
     salt: str = ""
 

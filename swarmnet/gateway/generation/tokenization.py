@@ -2,12 +2,24 @@
 are refused."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
 
 from swarmnet.gateway.errors import ApiError
-from swarmnet.gateway.generation.requests import ChatMessage
+from swarmnet.gateway.generation.answer_grammars import Literals, answer_grammar
+from swarmnet.gateway.generation.answer_reader import AnswerReader
+from swarmnet.gateway.generation.requests import ChatPrompt, OutputFormat, Tool
+from swarmnet.gateway.generation.template_inputs import (
+    template_messages,
+    template_tools,
+    template_variables,
+)
+from swarmnet.gateway.generation.tool_formats import AnswerForm, form_of
 from swarmnet_client.batching.continuous_batching import BatchedModel
+from swarmnet_client.model.grammar import BadGrammar, Grammar, GrammarCompiler
 from swarmnet_protocols.models.text.chat_template import TemplateFailed, TemplateRefused, render_chat
 
 CHARS_PER_TOKEN = 64
@@ -18,6 +30,46 @@ PIECE_CHARS = 1 << 14
 of memory per token, so the whole text could take too much."""
 EXTRA_TOKENS = 16
 """Most tokens that a cut between two pieces adds to the count."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A tokenized prompt, and how its answer is written and read.
+
+    - ``grammar``: None if every answer is fine.
+    - ``form``: how the answer writes thoughts and calls; None if it writes neither.
+    - ``thinks``: the prompt ends within the thoughts.
+    - ``tools``: the tools that the answer may call.
+    - ``marks``: texts of special tokens that the reader of the answer needs.
+    - ``continues``: the answer continues the text of the prompt.
+    - ``echo``: the text that precedes the answer; None for none.
+    - ``is_empty``: nothing follows ``echo``.
+    """
+
+    ids: list[int]
+    grammar: Grammar | None = None
+    form: AnswerForm | None = None
+    thinks: bool = False
+    tools: tuple[Tool, ...] = ()
+    marks: Mapping[int, str] = field(default_factory=dict)
+    continues: bool = False
+    echo: str | None = None
+    is_empty: bool = False
+
+    def reader(self, index: int) -> AnswerReader:
+        """Return the reader of choice ``index``."""
+        strings = {
+            tool.name: frozenset(
+                name
+                for name, inner in (tool.parameters.get("properties") or {}).items()
+                if isinstance(inner, dict) and inner.get("type") == "string"
+            )
+            for tool in self.tools
+        }
+        return AnswerReader(index, self.form, thinks=self.thinks, calls=bool(self.tools), strings=strings)
 
 
 class PromptTokenizer:
@@ -37,10 +89,23 @@ class PromptTokenizer:
         the context."""
         return await self._run(self._encode, text, special_tokens)
 
-    async def encode_chat(self, messages: Sequence[ChatMessage], *, generation_prompt: bool) -> list[int]:
+    async def encode_chat(self, chat: ChatPrompt, *, generation_prompt: bool) -> list[int]:
         """Return the token ids of a chat in the model's template. Raises ``ApiError`` if the
         template is missing, fails or refuses it."""
-        return await self._run(self._encode_chat, messages, generation_prompt)
+        return await self._run(self._encode_chat, chat, generation_prompt)
+
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of words, at the beginning of a text and within."""
+        return await self._run(self._encode_words, words) if words else ()
+
+    async def prepare(self, chat: ChatPrompt, output: OutputFormat | None) -> PreparedPrompt:
+        """Return the token ids of a chat, and how its answer is written and read. Raises
+        ``ApiError``, also for tools and formats that no grammar can have."""
+        return await self._run(self._prepare, chat, output)
+
+    async def prepare_text(self, prompt: str | list[int], output: OutputFormat | None) -> PreparedPrompt:
+        """Return the token ids of a text, and the grammar of its answer. Raises ``ApiError``."""
+        return await self._run(self._prepare_text, prompt, output)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, special tokens included."""
@@ -53,7 +118,7 @@ class PromptTokenizer:
         if ids and max(ids) >= vocab_size:
             raise ApiError(400, f"token ids go up to {vocab_size - 1}", "invalid_value", param=param)
 
-    async def _run(self, function: Callable[..., list[int]], *arguments: object) -> list[int]:
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     @property
@@ -68,6 +133,15 @@ class PromptTokenizer:
         ids: list[int] = self._served.tokenizer.encode(text, add_special_tokens=special_tokens)
         return ids
 
+    def _encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        encode = self._served.tokenizer.encode
+        found = (
+            tuple(encode(text, add_special_tokens=False))
+            for word in words
+            for text in (word, " " + word.lstrip())
+        )
+        return tuple(dict.fromkeys(ids for ids in found if ids))
+
     def _is_too_long(self, text: str) -> bool:
         """Return whether a long text exceeds the context, even without the tokens that cutting it
         may have added."""
@@ -81,19 +155,73 @@ class PromptTokenizer:
                 return True
         return False
 
-    def _encode_chat(self, messages: Sequence[ChatMessage], generation_prompt: bool) -> list[int]:
+    def _prepare_text(self, prompt: str | list[int], output: OutputFormat | None) -> PreparedPrompt:
+        ids = self._encode(prompt, True) if isinstance(prompt, str) else prompt
+        grammar = self._grammar(ChatPrompt(()), output, AnswerForm(), thinks=False)
+        return PreparedPrompt(ids, grammar, continues=True)
+
+    def _prepare(self, chat: ChatPrompt, output: OutputFormat | None) -> PreparedPrompt:
+        form = self._form()
+        text = self._render(chat, form, generation_prompt=True)
+        thinks = bool(form.think[0]) and text.rstrip().endswith(form.think[0])
+        ids = self._encode(text, False)
+        grammar = self._grammar(chat, output, form, thinks=thinks)
+        calls = bool(chat.tools) and chat.choice.mode != "none"
+        if not calls and not form.think[1]:
+            return PreparedPrompt(ids, grammar)
+        marks = {
+            token: mark for mark, token in self._special.items() if any(mark in each for each in form.marks)
+        }
+        return PreparedPrompt(ids, grammar, form, thinks, chat.tools if calls else (), marks)
+
+    def _form(self) -> AnswerForm:
+        try:
+            return form_of(self._served.tokenizer.get_chat_template())
+        except ValueError:
+            return AnswerForm()
+
+    def _grammar(
+        self, chat: ChatPrompt, output: OutputFormat | None, form: AnswerForm, *, thinks: bool
+    ) -> Grammar | None:
+        try:
+            wanted = answer_grammar(chat, output, form, Literals(self._special), thinks=thinks)
+            return None if wanted is None else self._compiler.compile(*wanted)
+        except BadGrammar as error:
+            raise ApiError(
+                400, str(error), "invalid_value", param="tools" if output is None else "response_format"
+            ) from error
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        try:
+            return GrammarCompiler(self._served.vocabulary)
+        except (ValueError, AttributeError) as error:
+            raise BadGrammar(f"grammars do not support the tokenizer of this model: {error}") from error
+
+    @cached_property
+    def _special(self) -> Mapping[str, int]:
+        """Ids of added tokens by their text, as far as grammars name them by id."""
+        backend = getattr(self._served.tokenizer, "backend_tokenizer", None)
+        added = backend.get_added_tokens_decoder() if backend is not None else {}
+        return {each.content: token for token, each in added.items() if self._compiler.is_special(token)}
+
+    def _encode_chat(self, chat: ChatPrompt, generation_prompt: bool) -> list[int]:
+        return self._encode(self._render(chat, self._form(), generation_prompt=generation_prompt), False)
+
+    def _render(self, chat: ChatPrompt, form: AnswerForm, *, generation_prompt: bool) -> str:
         tokenizer = self._served.tokenizer
         if not tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", "no_chat_template")
         try:
-            text = render_chat(
+            return render_chat(
                 tokenizer,
-                [{"role": message.role, "content": message.text} for message in messages],
+                template_messages(chat, form),
                 add_generation_prompt=generation_prompt,
                 max_chars=self._max_chars,
+                tools=template_tools(chat) if form.knows_tools else None,
+                variables=template_variables(chat),
             )
         except TemplateRefused as error:
             raise ApiError(400, str(error), "invalid_value", param="messages") from error
         except TemplateFailed as error:
             raise ApiError(500, str(error), "chat_template_failed", "server_error") from error
-        return self._encode(text, False)

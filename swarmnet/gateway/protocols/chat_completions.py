@@ -1,16 +1,27 @@
 """OpenAI's chats: ``/v1/chat/completions``."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from swarmnet.gateway.generation.events import AnsweredChoice, Delta, TextDelta, Usage, whole_choices
-from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest
+from swarmnet.gateway.generation.events import (
+    AnsweredChoice,
+    ArgumentsDelta,
+    ChoiceEnd,
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallBegin,
+    Usage,
+)
+from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest, Reasoning, ToolChoice
 from swarmnet.gateway.protocols.completions import CompletionWriter, token_name
 from swarmnet.gateway.protocols.endpoint import GenerationEndpoint, ServedAs
-from swarmnet.gateway.protocols.schemas import GenerationBody, Messages
+from swarmnet.gateway.protocols.schemas import GenerationBody, Messages, NamedTool, Tools, at_most
 from swarmnet_client.model.sampling import Sampling, Token
+
+MAX_TEMPLATE_VARIABLES = 32
 
 
 class ChatBody(GenerationBody):
@@ -19,15 +30,36 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+    tools: Tools = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: str = Field("", max_length=16)
+    thinking_budget: int | None = Field(None, ge=0)
+    """Most tokens of thoughts."""
+    chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_TEMPLATE_VARIABLES)] = Field(
+        default_factory=dict
+    )
 
     def request(self, usual: Sampling) -> GenerationRequest:
+        chat = ChatPrompt(
+            tuple(message.message() for message in self.messages),
+            tuple(tool.tool() for tool in self.tools),
+            self._tool_choice(),
+            Reasoning(self.reasoning_effort, self.thinking_budget),
+            self.chat_template_kwargs,
+        )
         return GenerationRequest(
-            prompt=ChatPrompt(tuple(message.message() for message in self.messages)),
+            prompt=chat,
             param="messages",
             sampling=self.sampling(usual, self.top_logprobs if self.logprobs else None),
             max_tokens=self.max_completion_tokens or self.max_tokens,
             **self.options(),
         )
+
+    def _tool_choice(self) -> ToolChoice:
+        if isinstance(self.tool_choice, NamedTool):
+            return ToolChoice("required", self.tool_choice.function.name, parallel=False)
+        return ToolChoice(self.tool_choice, parallel=self.parallel_tool_calls)
 
 
 class ChatWriter(CompletionWriter):
@@ -51,12 +83,37 @@ class ChatWriter(CompletionWriter):
         yield from super().event(event, usage)
 
     def _choice(self, choice: AnsweredChoice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        content = None if choice.calls and not choice.text else choice.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in choice.calls
+            ]
         return self._fields_of(choice, message=message)
 
     def _chunk_choice(self, event: Delta) -> dict[str, Any]:
-        delta = {"content": event.text} if isinstance(event, TextDelta) else {}
-        return self._fields_of(whole_choices([event])[0], delta=delta)
+        delta: dict[str, Any] = {}
+        match event:
+            case TextDelta():
+                delta = {"content": event.text}
+            case ReasoningDelta():
+                delta = {"reasoning_content": event.text}
+            case ToolCallBegin():
+                function = {"name": event.name, "arguments": ""}
+                call = {"index": event.call, "id": event.id, "type": "function", "function": function}
+                delta = {"tool_calls": [call]}
+            case ArgumentsDelta():
+                delta = {"tool_calls": [{"index": event.call, "function": {"arguments": event.text}}]}
+        reason = event.reason if isinstance(event, ChoiceEnd) else None
+        news = AnsweredChoice(event.index, tokens=[*event.tokens], reason=reason)
+        return self._fields_of(news, delta=delta)
 
     def _fields_of(self, choice: AnsweredChoice, **content: dict[str, Any]) -> dict[str, Any]:
         return {

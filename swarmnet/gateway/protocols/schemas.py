@@ -7,15 +7,16 @@ memory than the items.
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError, from_json
 
 from swarmnet.gateway.errors import UNSUPPORTED, ApiError
-from swarmnet.gateway.generation.requests import ChatMessage, ToolCall
+from swarmnet.gateway.generation.requests import ChatMessage, OutputFormat, Tool, ToolCall
+from swarmnet_client.model.grammar import MAX_GRAMMAR_BYTES
 from swarmnet_client.model.sampling import Sampling
 
 MAX_CHOICES = 16
@@ -28,6 +29,9 @@ MAX_TOOLS = 256
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 """The schema of a function without arguments."""
 MAX_BIASES = 1024
+MAX_BAD_WORDS = 64
+MAX_GUIDED_CHOICES = 10_000
+MAX_NAME_CHARS = 256
 MAX_OWNER_CHARS = 512
 
 LABELS = frozenset(
@@ -47,23 +51,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": ({},),
     "best_of": (1,),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "early_stopping": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "priority": (0,),
-    "reasoning_content": ("",),
     "refusal": ("",),
     "repeat_penalty": (1,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -71,11 +69,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "suffix": ("",),
     "tfs_z": (1,),
-    "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_a": (0,),
-    "top_k": (-1, 0),
     "typical_p": (1,),
     "use_beam_search": (False,),
 }
@@ -113,6 +107,10 @@ class StrictModel(BaseModel):
     ignored: ClassVar[frozenset[str]] = frozenset()
     """Further fields that never change an answer."""
 
+    @classmethod
+    def _known(cls) -> set[str]:
+        return {each.alias or name for name, each in cls.model_fields.items()}
+
     @model_validator(mode="before")
     @classmethod
     def _drop_ignored(cls, fields: Any) -> Any:
@@ -122,7 +120,7 @@ class StrictModel(BaseModel):
         for name, value in fields.items():
             if value is None or name in LABELS | cls.ignored or (name in NEUTRAL and value in NEUTRAL[name]):
                 continue
-            if name not in cls.model_fields:
+            if name not in cls._known():
                 raise PydanticCustomError(UNSUPPORTED, "Unsupported parameter", {"name": name})
             kept[name] = value
         return kept
@@ -139,6 +137,58 @@ class OpenModel(BaseModel):
     def _drop_nulls(cls, fields: Any) -> Any:
         is_object = isinstance(fields, dict)
         return {name: value for name, value in fields.items() if value is not None} if is_object else fields
+
+
+def _schema(value: Any) -> Any:
+    """Return a JSON schema that may be given as text."""
+    return from_json(value) if isinstance(value, str) else value
+
+
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
+SchemaOrText = Annotated[dict[str, Any], BeforeValidator(_schema)]
+GuidedChoice = Annotated[list[GrammarText], Field(fail_fast=True, min_length=1), at_most(MAX_GUIDED_CHOICES)]
+
+
+class JsonSchemaFormat(StrictModel):
+    name: str = Field("", max_length=MAX_NAME_CHARS)
+    description: str = ""
+    json_schema: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(StrictModel):
+    """OpenAI's ``response_format``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def output(self) -> OutputFormat | None:
+        """Return the form for the core."""
+        if self.type == "text":
+            return None
+        schema = self.json_schema.json_schema if self.json_schema is not None else {"type": "object"}
+        return OutputFormat("json_schema", schema)
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's ``structured_outputs``. One of its fields is set."""
+
+    json_schema: SchemaOrText | None = Field(None, alias="json")
+    json_object: bool = False
+    regex: GrammarText | None = None
+    choice: GuidedChoice | None = None
+    grammar: GrammarText | None = None
+
+    def outputs(self) -> Iterator[OutputFormat]:
+        """Yield the form of each field that is set."""
+        if self.json_schema is not None or self.json_object:
+            yield OutputFormat("json_schema", self.json_schema or {"type": "object"})
+        if self.regex is not None:
+            yield OutputFormat("regex", self.regex)
+        if self.choice is not None:
+            yield OutputFormat("choice", tuple(self.choice))
+        if self.grammar is not None:
+            yield OutputFormat("grammar", self.grammar)
 
 
 class StreamOptions(StrictModel):
@@ -165,6 +215,17 @@ class GenerationBody(StrictModel):
     """vLLM's parameter: generate ``max_tokens`` tokens, past end tokens."""
     user: str = Field("", max_length=MAX_OWNER_CHARS)
     """OpenAI's id of the end user. Prompts of different users never share caches."""
+    top_k: int = Field(0, ge=-1, lt=1 << 31)
+    min_p: float = Field(0, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float = Field(1, gt=0, le=10, allow_inf_nan=False)
+    bad_words: Annotated[list[Stop], Field(fail_fast=True), at_most(MAX_BAD_WORDS)] = []
+    """vLLM's parameter: texts that the answer never contains."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: GuidedChoice | None = None
+    guided_grammar: GrammarText | None = None
     cache_salt: str = Field("", max_length=MAX_OWNER_CHARS)
     """vLLM's parameter: prompts of different salts never share caches."""
 
@@ -178,7 +239,31 @@ class GenerationBody(StrictModel):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             biases=tuple(self.logit_bias.items()),
+            top_k=max(0, self.top_k),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
         )
+
+    def output(self) -> OutputFormat | None:
+        """Return the form that the answer must have. Raises ``ApiError`` for several."""
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        forms = [StructuredOutputs.model_validate(guided), self.structured_outputs]
+        found = [output for form in forms if form is not None for output in form.outputs()]
+        asked = self.response_format.output() if self.response_format is not None else None
+        found += [asked] if asked else []
+        if len(found) > 1:
+            raise ApiError(
+                400,
+                "an answer has one format: leave out the others",
+                "invalid_value",
+                param="response_format",
+            )
+        return found[0] if found else None
 
     def options(self) -> dict[str, Any]:
         """Return the fields of the core's request that all bodies have in common."""
@@ -190,6 +275,8 @@ class GenerationBody(StrictModel):
             "ignore_eos": self.ignore_eos,
             "user": self.user,
             "salt": self.cache_salt,
+            "bad_words": tuple(self.bad_words),
+            "output": self.output(),
         }
 
 
@@ -208,17 +295,76 @@ def as_parts(value: Any) -> Any:
     return value
 
 
+class CalledFunction(StrictModel):
+    name: str = Field(max_length=MAX_NAME_CHARS)
+    arguments: str = "{}"
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_arguments(cls, arguments: str) -> str:
+        """Templates write the arguments, so they must be an object."""
+        try:
+            found = from_json(arguments or "{}")
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise PydanticCustomError("arguments", "the arguments of a call are the JSON of an object")
+        return arguments or "{}"
+
+
+class CallBody(StrictModel):
+    id: str = Field("", max_length=MAX_NAME_CHARS)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int = 0
+
+
+class FunctionBody(StrictModel):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] = {"type": "object", "properties": {}}
+    strict: bool = False
+
+
+class ChatTool(StrictModel):
+    type: Literal["function"]
+    function: FunctionBody
+
+    def tool(self) -> Tool:
+        """Return the tool for the core."""
+        return Tool(self.function.name, self.function.description, self.function.parameters)
+
+
+class NamedFunction(StrictModel):
+    name: str = Field(max_length=MAX_NAME_CHARS)
+
+
+class NamedTool(StrictModel):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+Tools = Annotated[list[ChatTool], Field(fail_fast=True), at_most(MAX_TOOLS)]
+
+
 class MessageBody(StrictModel):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         list[TextPart], Field(fail_fast=True), at_most(MAX_PARTS), BeforeValidator(as_parts)
     ] = []
-    name: str | None = None
+    name: str = Field("", max_length=MAX_NAME_CHARS)
+    reasoning_content: str = ""
+    tool_calls: Annotated[list[CallBody], Field(fail_fast=True), at_most(MAX_PARTS)] = []
+    tool_call_id: str = Field("", max_length=MAX_NAME_CHARS)
 
     def message(self) -> ChatMessage:
         """Return the message for the core."""
         text = "".join(part.text for part in self.content)
-        return ChatMessage("system" if self.role == "developer" else self.role, text)
+        calls = tuple(
+            ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls
+        )
+        role = "system" if self.role == "developer" else self.role
+        return ChatMessage(role, text, self.reasoning_content, calls, self.tool_call_id, self.name)
 
 
 Messages = Annotated[list[MessageBody], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES)]

@@ -64,13 +64,15 @@ def prepare_rendering() -> None:
 
 def render_chat(
     tokenizer: Any,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool,
     max_chars: int = MAX_CHARS,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Render ``messages`` with the chat template of ``tokenizer``, as
-    ``apply_chat_template(tokenize=False)`` does.
+    ``apply_chat_template(tokenize=False)`` does. ``variables``: more that the template may read.
 
     Thread-safe. Blocks for some tenths of a millisecond. The first call also waits until the
     process has started. Raises ``TemplateRefused`` if the template raises an error or leaves out
@@ -87,6 +89,8 @@ def render_chat(
         "special_tokens": tokenizer.special_tokens_map,
         "max_chars": max_chars,
         "cpu_s": CPU_S,
+        "tools": tools,
+        "variables": variables or {},
     }
     in_parts = _takes_parts(template, json.dumps(request["special_tokens"], default=str))
     text = _render(request, messages, in_parts=in_parts)
@@ -119,7 +123,7 @@ def _takes_parts(template: str, special_tokens: str) -> bool:
     return False
 
 
-def _render(request: Mapping[str, Any], messages: Sequence[Mapping[str, str]], *, in_parts: bool) -> str:
+def _render(request: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], *, in_parts: bool) -> str:
     given: Sequence[Mapping[str, Any]] = messages
     if in_parts:
         given = [

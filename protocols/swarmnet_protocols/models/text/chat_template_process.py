@@ -106,13 +106,15 @@ def _renderer() -> Callable[[dict[str, Any]], str]:
     compiled = lru_cache(maxsize=16)(environment.from_string)
 
     def render(request: dict[str, Any]) -> str:
-        return compiled(request["template"]).render(
-            messages=request["messages"],
-            tools=None,
-            documents=None,
-            add_generation_prompt=request["add_generation_prompt"],
+        fields = {
             **request["special_tokens"],
-        )
+            **request.get("variables", {}),
+            "messages": request["messages"],
+            "tools": request.get("tools"),
+            "documents": None,
+            "add_generation_prompt": request["add_generation_prompt"],
+        }
+        return compiled(request["template"]).render(fields)
 
     return render
 

@@ -1,0 +1,211 @@
+"""Reading an answer's text as events: thoughts, text for the user, calls of tools.
+
+A reader follows the text of one choice. Ends of text that may begin a marker wait for more.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from swarmnet.gateway.generation.detokenizer import overlap
+from swarmnet.gateway.generation.events import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallBegin
+from swarmnet.gateway.generation.tool_formats import AnswerForm
+
+State = Literal["start", "thoughts", "text", "name", "arguments", "after"]
+_PYTHON: Mapping[str, Any] = {"True": True, "False": False, "None": None}
+
+
+class AnswerReader:
+    """The text of one choice, read piece by piece.
+
+    ``form``: None for a text without thoughts and calls. ``thinks``: the prompt ends within the
+    thoughts. ``strings``: arguments by tool that are texts, for formats that do not quote them.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        form: AnswerForm | None,
+        *,
+        thinks: bool = False,
+        calls: bool = False,
+        strings: Mapping[str, frozenset[str]] | None = None,
+    ) -> None:
+        self.index = index
+        self.calls = 0
+        """Calls that have begun."""
+        self._form = form or AnswerForm()
+        self._can_call = calls
+        self._strings = strings or {}
+        self._state: State = "thoughts" if thinks else "start" if form is not None else "text"
+        self._is_plain = form is None
+        self._held = ""
+        self._name = ""
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+        self._has_text = False
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._state == "thoughts"
+
+    def push(self, text: str) -> Iterator[Delta]:
+        """Yield what a piece of text tells."""
+        self._held += text
+        yield from self._read(is_end=False)
+
+    def flush(self) -> Iterator[Delta]:
+        """Yield what was held back at the end."""
+        yield from self._read(is_end=True)
+
+    def _read(self, *, is_end: bool) -> Iterator[Delta]:
+        state = None
+        while self._held and state != (self._state, len(self._held)):
+            state = (self._state, len(self._held))
+            yield from getattr(self, f"_read_{self._state}")(is_end)
+
+    def _read_start(self, is_end: bool) -> Iterator[Delta]:
+        tools, (think, _) = self._form.tools, self._form.think
+        opening = tools.marker + tools.first + tools.begin if not tools.marker else tools.marker
+        known = {think: "thoughts", self._form.text_open: "text"}
+        if self._can_call:
+            known[opening] = "name"
+        text = self._held.lstrip() if think or not tools.marker else self._held
+        for mark, state in known.items():
+            if mark and text.startswith(mark):
+                self._held = text[len(mark) :]
+                self._go(state, tools.first + tools.begin if tools.marker else "")
+                return
+        if not is_end and any(mark.startswith(text) for mark in known if mark):
+            return
+        self._state = "text"
+        yield from ()
+
+    def _go(self, state: str, skipped: str) -> None:
+        """Enter a state. ``skipped``: the text before a name."""
+        self._state = state  # type: ignore[assignment]
+        self._skip = skipped
+
+    def _read_thoughts(self, is_end: bool) -> Iterator[Delta]:
+        end = self._form.think[1]
+        text, found = self._until(end, is_end=is_end)
+        if text:
+            yield ReasoningDelta(self.index, text)
+        if found:
+            self._held = self._held.lstrip("\n")
+            self._state = "start"
+
+    def _read_text(self, is_end: bool) -> Iterator[Delta]:
+        marker = self._form.tools.marker if self._can_call else ""
+        if self._form.think[1] and not self._has_text:
+            self._held = self._held.lstrip("\n")
+        text, found = self._until(marker, is_end=is_end)
+        if text and not (found and not text.strip()):
+            self._has_text = True
+            yield TextDelta(self.index, text)
+        if found:
+            self._go("name", self._form.tools.first + self._form.tools.begin)
+
+    def _read_name(self, is_end: bool) -> Iterator[Delta]:
+        whole = self._held.removeprefix(self._skip)
+        name, middle, rest = whole.partition(self._form.tools.middle)
+        if not middle or (len(whole) == len(self._held) and self._skip):
+            return
+        self._name, self._held, self._state = name, rest, "arguments"
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+        id_chars = self._form.tools.id_chars
+        prefix = "call_" if id_chars > 9 else ""
+        self.calls += 1
+        yield ToolCallBegin(self.index, self.calls - 1, prefix + secrets.token_hex(id_chars)[:id_chars], name)
+
+    def _read_arguments(self, is_end: bool) -> Iterator[Delta]:
+        tools = self._form.tools
+        if tools.arguments == "json":
+            count, is_whole = self._json_chars()
+            text, self._held = self._held[:count], self._held[count:]
+            if text:
+                yield ArgumentsDelta(self.index, self.calls - 1, text)
+        else:
+            end = self._end_of_python() if tools.arguments == "python" else self._held.find(tools.end)
+            is_whole = end >= 0
+            if is_whole:
+                raw, self._held = self._held[:end], self._held[end:]
+                read = _tagged if tools.arguments == "tags" else _pythonic
+                values = read(raw, tools.tags, self._strings.get(self._name, frozenset()))
+                yield ArgumentsDelta(self.index, self.calls - 1, json.dumps(values, ensure_ascii=False))
+        if is_whole:
+            self._state = "after"
+
+    def _read_after(self, is_end: bool) -> Iterator[Delta]:
+        tools = self._form.tools
+        between = tools.end + tools.separator + tools.begin
+        if self._held.startswith(between):
+            self._held = self._held[len(between) :]
+            self._go("name", "")
+        yield from ()
+
+    def _until(self, mark: str, *, is_end: bool) -> tuple[str, bool]:
+        """Take the text before ``mark`` and the mark, or the text that cannot belong to it."""
+        if mark and (at := self._held.find(mark)) >= 0:
+            text, self._held = self._held[:at], self._held[at + len(mark) :]
+            return text, True
+        keep = overlap(self._held, mark) if mark and not is_end else 0
+        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return text, False
+
+    def _json_chars(self) -> tuple[int, bool]:
+        """Return how many characters belong to the object, and whether it is whole."""
+        for at, letter in enumerate(self._held):
+            if self._in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif letter == "\\":
+                    self._is_escaped = True
+                elif letter == '"':
+                    self._in_string = False
+            elif letter == '"':
+                self._in_string = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    return at + 1, True
+        return len(self._held), False
+
+    def _end_of_python(self) -> int:
+        """Return where the arguments of a call in Python end; -1 if they do not yet."""
+        depth = 0
+        for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]', self._held, re.DOTALL):
+            if found[0] in "([{":
+                depth += 1
+            elif found[0] in ")]}":
+                if not depth:
+                    return found.start()
+                depth -= 1
+        return -1
+
+
+def _tagged(raw: str, tags: tuple[str, str, str], strings: frozenset[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    before, between, after = tags
+    for part in raw.split(before)[1:]:
+        name, _, rest = part.partition(between)
+        value = rest[: rest.rfind(after)] if after in rest else rest
+        values[name] = value if name in strings else json.loads(value)
+    return values
+
+
+def _pythonic(raw: str, _tags: tuple[str, str, str], _strings: frozenset[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    decoder = json.JSONDecoder()
+    while raw:
+        name, _, rest = raw.partition("=")
+        word = re.match(r"True|False|None", rest)
+        if word:
+            values[name], end = _PYTHON[word[0]], word.end()
+        else:
+            values[name], end = decoder.raw_decode(rest)
+        raw = rest[end:].removeprefix(", ")
+    return values
