@@ -63,17 +63,21 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
     return f"%json {json.dumps(guided)}"
 
 
+def is_free(chat: ChatPrompt, output: OutputFormat | None, form: AnswerForm) -> bool:
+    """Return whether every answer to a chat is fine, so that it needs no grammar."""
+    has_budget = chat.reasoning.budget is not None and bool(form.think[1])
+    return output is None and not has_budget and (not chat.tools or chat.choice.mode == "none")
+
+
 def answer_grammar(
     chat: ChatPrompt, output: OutputFormat | None, form: AnswerForm, literals: Literals, *, thinks: bool
-) -> tuple[str, GrammarLimits] | None:
-    """Return the grammar of the answer to a chat and its limits, or None if every answer is fine.
+) -> tuple[str, GrammarLimits]:
+    """Return the grammar of the answer to a chat, and its limits.
 
     ``thinks``: the prompt ends within the thoughts. Raises ``BadGrammar``.
     """
     tools = chat.tools if chat.choice.mode != "none" else ()
     budget = chat.reasoning.budget
-    if not tools and output is None and (budget is None or not form.think[1]):
-        return None
     if output is not None and output.kind == "grammar" and not tools and not form.think[1]:
         check_rules(output.value)
         return output.value, RULE_LIMITS

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from swarmnet.gateway.errors import ApiError
-from swarmnet.gateway.generation.answer_grammars import Literals, answer_grammar
+from swarmnet.gateway.generation.answer_grammars import Literals, answer_grammar, is_free
 from swarmnet.gateway.generation.answer_reader import AnswerReader
 from swarmnet.gateway.generation.requests import ChatPrompt, OutputFormat, Tool
 from swarmnet.gateway.generation.template_inputs import (
@@ -170,7 +170,9 @@ class PromptTokenizer:
         if not calls and not form.think[1]:
             return PreparedPrompt(ids, grammar)
         marks = {
-            token: mark for mark, token in self._special.items() if any(mark in each for each in form.marks)
+            token: each.content
+            for token, each in self._added.items()
+            if each.special and any(each.content in mark for mark in form.marks)
         }
         return PreparedPrompt(ids, grammar, form, thinks, chat.tools if calls else (), marks)
 
@@ -183,9 +185,14 @@ class PromptTokenizer:
     def _grammar(
         self, chat: ChatPrompt, output: OutputFormat | None, form: AnswerForm, *, thinks: bool
     ) -> Grammar | None:
+        if is_free(chat, output, form):
+            return None
         try:
-            wanted = answer_grammar(chat, output, form, Literals(self._special), thinks=thinks)
-            return None if wanted is None else self._compiler.compile(*wanted)
+            special = {
+                each.content: token for token, each in self._added.items() if self._compiler.is_special(token)
+            }
+            text, limits = answer_grammar(chat, output, form, Literals(special), thinks=thinks)
+            return self._compiler.compile(text, limits)
         except BadGrammar as error:
             raise ApiError(
                 400, str(error), "invalid_value", param="tools" if output is None else "response_format"
@@ -199,11 +206,10 @@ class PromptTokenizer:
             raise BadGrammar(f"grammars do not support the tokenizer of this model: {error}") from error
 
     @cached_property
-    def _special(self) -> Mapping[str, int]:
-        """Ids of added tokens by their text, as far as grammars name them by id."""
+    def _added(self) -> Mapping[int, Any]:
+        """The tokens that were added to the vocabulary, by their ids."""
         backend = getattr(self._served.tokenizer, "backend_tokenizer", None)
-        added = backend.get_added_tokens_decoder() if backend is not None else {}
-        return {each.content: token for token, each in added.items() if self._compiler.is_special(token)}
+        return {} if backend is None else backend.get_added_tokens_decoder()
 
     def _encode_chat(self, chat: ChatPrompt, generation_prompt: bool) -> list[int]:
         return self._encode(self._render(chat, self._form(), generation_prompt=generation_prompt), False)

@@ -274,8 +274,8 @@ def test_penalties_and_biases_follow_openais_formula(tiny: Reference) -> None:
 
 
 BAD: list[tuple[dict[str, Any], tuple[int, str | None, str]]] = [
-    ({"top_k": 5}, (400, "top_k", "unsupported_parameter")),
-    ({"tools": [{"type": "function"}]}, (400, "tools", "unsupported_parameter")),
+    ({"tfs_z": 0.5}, (400, "tfs_z", "unsupported_parameter")),
+    ({"tools": [{"type": "function"}]}, (400, "tools", "missing_required_parameter")),
     ({"frequency_penalty": 2.1}, (400, "frequency_penalty", "invalid_value")),
     ({"presence_penalty": -2.1}, (400, "presence_penalty", "invalid_value")),
     ({"logit_bias": {"5": 101}}, (400, "logit_bias", "invalid_value")),
@@ -283,7 +283,7 @@ BAD: list[tuple[dict[str, Any], tuple[int, str | None, str]]] = [
     ({"logit_bias": {"-1": 1}}, (400, "logit_bias", "invalid_value")),
     ({"logit_bias": {"97": 1}}, (400, "logit_bias", "invalid_value")),
     ({"logit_bias": {str(token): 1 for token in range(1025)}}, (400, "logit_bias", "invalid_value")),
-    ({"response_format": {"type": "json_object"}}, (400, "response_format", "unsupported_parameter")),
+    ({"response_format": {"type": "xml"}}, (400, "response_format", "invalid_value")),
     ({"stream_options": {"x": 1}}, (400, "stream_options.x", "unsupported_parameter")),
     ({"temperature": 2.5}, (400, "temperature", "invalid_value")),
     ({"temperature": "hot"}, (400, "temperature", "invalid_value")),
@@ -294,7 +294,7 @@ BAD: list[tuple[dict[str, Any], tuple[int, str | None, str]]] = [
     ({"stop": ""}, (400, "stop", "invalid_value")),
     ({"top_logprobs": 21}, (400, "top_logprobs", "invalid_value")),
     ({"messages": []}, (400, "messages", "invalid_value")),
-    ({"messages": [{"role": "tool", "content": "x"}]}, (400, "messages", "invalid_value")),
+    ({"messages": [{"role": "critic", "content": "x"}]}, (400, "messages", "invalid_value")),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         (400, "messages", "invalid_value"),

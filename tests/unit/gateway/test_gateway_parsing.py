@@ -234,7 +234,7 @@ def test_what_cannot_change_an_answer_is_accepted(fields: dict[str, Any]) -> Non
             "messages.0.content.0.image_url",
         ),
         (ChatBody, {"messages": [{"role": "user", "content": 5}]}, "a string or a list of parts"),
-        (ChatBody, {"messages": [USER], "top_k": 40}, "'top_k'"),
+        (ChatBody, {"messages": [USER], "tfs_z": 0.5}, "'tfs_z'"),
         (CompletionBody, {"prompt": [1, -2]}, "prompt.0.tokens.1"),
     ],
 )
