@@ -210,5 +210,6 @@ def _value_rule(schema: Any, shared: Mapping[str, Any], form: ToolFormat) -> str
         options = schema.get("enum")
         if isinstance(options, list) and options and all(isinstance(each, str) for each in options):
             return "(" + " | ".join(map(json.dumps, options)) + ")"
-        return "/[^<]*/"
+        least, most = schema.get("minLength") or 0, schema.get("maxLength")
+        return f"/[^<]{{{least:d},{'' if most is None else int(most)}}}/"
     return json_rule({**(schema if isinstance(schema, dict) else {}), **shared}, lenient=True)

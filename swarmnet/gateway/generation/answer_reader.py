@@ -177,7 +177,7 @@ class AnswerReader:
     def _end_of_python(self) -> int:
         """Return where the arguments of a call in Python end; -1 if they do not yet."""
         depth = 0
-        for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]', self._held, re.DOTALL):
+        for found in re.finditer(r'"(?:[^"\\]|\\.)*(?:"|\\?$)|[()\[\]{}]', self._held, re.DOTALL):
             if found[0] in "([{":
                 depth += 1
             elif found[0] in ")]}":
