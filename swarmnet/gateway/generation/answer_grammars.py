@@ -51,7 +51,7 @@ class Literals:
 
 
 def _pattern(text: str) -> str:
-    return re.sub(r"([^A-Za-z0-9_ ])", r"\\\1", text).replace("\\\n", r"\n")
+    return re.sub(r"([][(){}.*+?^$|/\\&~])", r"\\\1", text).replace("\n", r"\n")
 
 
 def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
@@ -94,7 +94,7 @@ def answer_grammar(
         rules.append(f"output: {_output_rule(output)}")
     elif not needs_call:
         ways.append(f"{opening} TEXT")
-        rules.append(f"TEXT: {_free_text(form, literals) if tools else ANY_TEXT}")
+        rules.append(f"TEXT: {_free_text(form, literals) if tools and not form.text_open else ANY_TEXT}")
     if tools:
         marker = literals.of(form.tools.marker)
         ways.append(f"{marker} calls")
