@@ -18,7 +18,7 @@ from swarmnet.gateway.generation.events import (
 from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest, Reasoning, ToolChoice
 from swarmnet.gateway.protocols.completions import CompletionWriter, token_name
 from swarmnet.gateway.protocols.endpoint import GenerationEndpoint, ServedAs
-from swarmnet.gateway.protocols.schemas import GenerationBody, Messages, NamedTool, Tools, at_most
+from swarmnet.gateway.protocols.schemas import GenerationBody, Messages, ToolByName, Tools, at_most
 from swarmnet_client.model.sampling import Sampling, Token
 
 MAX_TEMPLATE_VARIABLES = 32
@@ -31,7 +31,7 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     tools: Tools = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | ToolByName = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: str = Field("", max_length=16)
     thinking_budget: int | None = Field(None, ge=0)
@@ -57,7 +57,7 @@ class ChatBody(GenerationBody):
         )
 
     def _tool_choice(self) -> ToolChoice:
-        if isinstance(self.tool_choice, NamedTool):
+        if isinstance(self.tool_choice, ToolByName):
             return ToolChoice("required", self.tool_choice.function.name, parallel=False)
         return ToolChoice(self.tool_choice, parallel=self.parallel_tool_calls)
 

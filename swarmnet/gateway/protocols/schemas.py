@@ -339,7 +339,7 @@ class NamedFunction(StrictModel):
     name: str = Field(max_length=MAX_NAME_CHARS)
 
 
-class NamedTool(StrictModel):
+class ToolByName(StrictModel):
     type: Literal["function"] = "function"
     function: NamedFunction
 

@@ -1,0 +1,141 @@
+"""How families of models write calls: what the grammar lets through, the reader understands."""
+
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+
+from swarmnet.gateway.generation import tool_formats
+from swarmnet.gateway.generation.answer_grammars import Literals, answer_grammar
+from swarmnet.gateway.generation.answer_reader import AnswerReader
+from swarmnet.gateway.generation.detokenizer import IncrementalDetokenizer
+from swarmnet.gateway.generation.events import AnsweredChoice, Delta, whole_choices
+from swarmnet.gateway.generation.requests import ChatPrompt, Reasoning, Tool, ToolChoice
+from swarmnet.gateway.generation.tool_formats import HARMONY_FORM, AnswerForm, form_of
+from swarmnet_client.model.grammar import GrammarCompiler
+from swarmnet_protocols.models.text.vocabulary import Vocabulary
+from tests.support.models.letters import load_letters
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "metric": {"type": "boolean"},
+        "kind": {"enum": ["a", "b"]},
+    },
+    "required": ["city", "metric"],
+    "additionalProperties": False,
+}
+TOOLS = (Tool("weather", "", WEATHER), Tool("ping", "", {"type": "object", "additionalProperties": False}))
+STRINGS = {"weather": frozenset({"city"})}
+FORMATS = [
+    "HERMES", "QWEN_CODER", "GLM", "LLAMA_JSON", "PYTHONIC", "MISTRAL_LIST", "MISTRAL_ARGS", "DEEPSEEK",
+    "DEEPSEEK_FENCED", "HARMONY",
+]  # fmt: skip
+
+
+class Speaker:
+    """A model that chooses among the allowed tokens at random."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokenizer = vocabulary.tokenizer
+        self.compiler = GrammarCompiler(vocabulary)
+        self._ends = vocabulary.end_ids
+        added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        special = {each.content: token for token, each in added.items() if token not in self._ends}
+        self.literals = Literals(
+            {text: token for text, token in special.items() if self.compiler.is_special(token)}
+        )
+        self._marks = {token: text for text, token in special.items()}
+
+    def answer(
+        self, chat: ChatPrompt, form: AnswerForm, seed: int, begins: str = ""
+    ) -> tuple[AnsweredChoice, bool]:
+        """Return an answer as its reader understands it, and whether it ended by itself."""
+        text, limits = answer_grammar(chat, None, form, self.literals, thinks=False)
+        grammar = self.compiler.compile(text, limits)
+        state, ids, is_last = grammar.start(), list(grammar.first), False
+        state.follow(ids)
+        chance = random.Random(seed)
+        coming = self.tokenizer.encode(begins, add_special_tokens=False)
+        while not is_last and len(ids) < 500:
+            (mask,) = state.masks(())
+            allowed = [int(each) for each in np.flatnonzero(mask)]
+            token = coming.pop(0) if coming else chance.choice(allowed)
+            assert token in allowed
+            if not coming and self._ends[0] in allowed and chance.random() < 0.5:
+                break
+            forced, is_last = state.accept([token], force=True)
+            ids += [token, *forced]
+        detokenizer = IncrementalDetokenizer(self.tokenizer, (), self._marks)
+        reader = AnswerReader(0, form, calls=True, strings=STRINGS)
+        events: list[Delta] = []
+        for token in ids:
+            events += reader.push(detokenizer.push(token))
+        events += [*reader.push(detokenizer.flush()), *reader.flush()]
+        return (whole_choices(events) or [AnsweredChoice(0)])[0], len(ids) < 500
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> Speaker:
+    return Speaker(load_letters(tmp_path_factory.mktemp("letters")).local.vocabulary())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_required_call_parses_and_validates(speaker: Speaker, name: str) -> None:
+    """Also by a model that knows nothing."""
+    form = HARMONY_FORM if name == "HARMONY" else AnswerForm(getattr(tool_formats, name))
+    chat = ChatPrompt((), TOOLS, ToolChoice("required"))
+    ended = [
+        choice for choice, is_whole in (speaker.answer(chat, form, seed) for seed in range(4)) if is_whole
+    ]
+    assert ended
+    for choice in ended:
+        assert choice.calls
+        for call in choice.calls:
+            schema = next(tool.parameters for tool in TOOLS if tool.name == call.name)
+            jsonschema.validate(json.loads(call.arguments), schema)
+
+
+@pytest.mark.parametrize("name", ["HERMES", "GLM", "MISTRAL_LIST", "MISTRAL_ARGS", "DEEPSEEK"])
+def test_a_text_may_turn_into_a_call(speaker: Speaker, name: str) -> None:
+    form = AnswerForm(getattr(tool_formats, name))
+    choice, _ = speaker.answer(ChatPrompt((), TOOLS), form, 5, f"Hi! {form.tools.marker}")
+    assert choice.text == "Hi! "
+    assert choice.calls
+
+
+def test_thoughts_end_within_their_budget(speaker: Speaker) -> None:
+    form = AnswerForm(think=("<think>", "</think>"))
+    chat = ChatPrompt((), reasoning=Reasoning(budget=8))
+    choice, _ = speaker.answer(chat, form, 1, "<think>one two three four")
+    assert choice.reasoning.startswith("one two ")
+    assert len(choice.reasoning) < 40
+    assert "think>" not in choice.text
+
+
+TEMPLATES = {
+    "{{ tools }} <tool_call>": tool_formats.HERMES,
+    "{{ tools }} <tool_call> <function= <parameter=": tool_formats.QWEN_CODER,
+    "{{ tools }} <tool_call> <arg_key>": tool_formats.GLM,
+    '{{ tools }} <|python_tag|> "parameters": ': tool_formats.LLAMA_JSON,
+    "{{ tools }} [func_name1(params_name1=": tool_formats.PYTHONIC,
+    "{{ tools }} [TOOL_CALLS]": tool_formats.MISTRAL_LIST,
+    "{{ tools }} [TOOL_CALLS] [ARGS]": tool_formats.MISTRAL_ARGS,
+    "{{ tools }} <｜tool▁calls▁begin｜>": tool_formats.DEEPSEEK,
+    "{{ tools }} <｜tool▁calls▁begin｜> ```json": tool_formats.DEEPSEEK_FENCED,
+    "{{ tools }} <|channel|> <|message|>": tool_formats.HARMONY,
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_shows_the_form_of_calls(template: str) -> None:
+    assert form_of(template).tools == TEMPLATES[template]
+    assert form_of(template).knows_tools
+
+
+def test_a_template_without_tools_is_told_how_to_call() -> None:
+    assert not form_of("{{ messages }}").knows_tools
