@@ -83,6 +83,7 @@ class LocalFiles:
 
 
 _STAGE = "stage-"
+_MOVED = "moved"
 
 
 def pinned(job: "Job") -> "Job":
@@ -162,11 +163,29 @@ def job_folder(data_dir: Path, job_id: str, stage: int | None = None) -> Path:
 
 
 def last_stage(data_dir: Path, job_id: str) -> int | None:
-    """Return the stage of the job that this machine trained last; None if it has trained none."""
+    """Return the stage of the job that this machine trained last, or moves to. None if it has
+    trained none."""
+    moved = moved_stage(data_dir, job_id)
+    if moved is not None:
+        return moved[0]
     folders = sorted(
         job_folder(data_dir, job_id).glob(f"{_STAGE}[0-9]*"), key=lambda each: -each.stat().st_mtime
     )
     return int(folders[0].name.removeprefix(_STAGE)) if folders else None
+
+
+def moved_stage(data_dir: Path, job_id: str) -> tuple[int, float] | None:
+    """Return the stage to which this machine moved last, and when (Unix time)."""
+    path = job_folder(data_dir, job_id) / _MOVED
+    try:
+        return int(path.read_text()), path.stat().st_mtime
+    except (OSError, ValueError):
+        return None
+
+
+def store_move(data_dir: Path, job_id: str, stage: int) -> None:
+    """Note that this machine moves to a stage."""
+    write_whole(job_folder(data_dir, job_id) / _MOVED, str(stage).encode())
 
 
 def has_job(data_dir: Path, job_id: str) -> bool:

@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_node.owner.limits import PAUSED_BY_OWNER, OwnerLimits
 from swarmnet_node.owner.watched_peer import GuestPeer, Purpose
-from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder, last_stage, own_jobs
+from swarmnet_node.training.job_store import (
+    LocalFiles,
+    fetch_job,
+    job_folder,
+    last_stage,
+    moved_stage,
+    own_jobs,
+    store_move,
+)
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_protocols.errors import ConfigError, NetworkStopped, NotAuthorised, SwarmnetError
 from swarmnet_protocols.joining.network import Network, connect
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
     from swarmnet_node.owner.given import Given
     from swarmnet_node.training.checkpoint import CheckpointStore, Kept
     from swarmnet_node.training.events import EventHandler, WorkerReporter
+    from swarmnet_node.training.stage_choice import StageMover
     from swarmnet_node.training.steps.stage_trainer import StageTrainer
     from swarmnet_node.training.steps.trainer import Trainer
     from swarmnet_node.training.worker import Worker
@@ -208,11 +217,13 @@ class Training:
     _has_left: bool = False
     _every_core: int = 0
     """The cores of this machine. 0 until the model is loaded."""
+    _needs_bytes: int = 0
+    """The memory that the worker takes, as it was stated. 0 until then."""
     _kept: "Kept | None" = None
     """The checkpoints that the disk may hold. None until their size is known."""
 
     async def run(self) -> bool:
-        """Train. Return whether the worker ended for a pause.
+        """Train. Return whether the worker ended for a pause, or to move to another stage.
 
         While the owner's limits forbid to train, nothing is loaded. Called once. Raises the errors
         of reading the job's data, of building its model and of training.
@@ -225,11 +236,14 @@ class Training:
             try:
                 self._worker = await self._open()
                 await self._worker.run()
+                if self._worker.next_stage is not None:
+                    store_move(self.config.data_dir, self.config.job, self._worker.next_stage)
             except _Stopped:  # while the model was loading
                 pass
             finally:
                 peer.is_working = False
-                paused = self._has_left and not peer.stopping.is_set()
+                moves = self._worker is not None and self._worker.next_stage is not None
+                paused = (self._has_left or moves) and not peer.stopping.is_set()
                 await cancel(keeping)
         if self._error is not None:
             raise self._error
@@ -338,6 +352,7 @@ class Training:
             Identity.load_or_create(config.network.peer.identity_path).sign,
             progress=self.progress,
             stay_s=STAY_S,
+            mover=None if stage is None or config.stage is not None else self._mover(),
             given=self.given,
         )
         checkpoints = CheckpointStore(job_folder(config.data_dir, config.job, stage), self._kept or Kept())
@@ -352,6 +367,39 @@ class Training:
         if checkpoints.newest_valid() is None:
             saved = recut(self.config.begin_from, trainer.shapes, self.config.job)
             checkpoints.save(saved, trainer.write)
+
+    def _mover(self) -> "StageMover":
+        from swarmnet_node.training.stage_choice import StageMover
+        from swarmnet_protocols.machine.clock import wall_clock
+
+        config, job = self.config, open_job(self.sealed).job
+        moved = moved_stage(config.data_dir, config.job)
+        now = asyncio.get_running_loop().time()
+        return StageMover(
+            self.directory,
+            config.job,
+            job.stage_count or 1,
+            self.transport.peer_id,
+            self.transport.addresses,
+            self.rng,
+            lambda stage: asyncio.to_thread(self._may_take, stage),
+            -math.inf if moved is None else now + moved[1] - wall_clock(),
+        )
+
+    def _may_take(self, stage: int) -> bool:
+        """Return whether this machine has the data and the memory for another stage."""
+        from swarmnet_node.training.model import check_model
+        from swarmnet_node.training.steps.training_machine import TrainingMachine
+
+        config = self.config
+        free = _available_bytes(self.peer.limits()) + self._needs_bytes
+        machine = TrainingMachine(config.cache_dir, free, memory=config.memory)
+        try:
+            job = config.files.applied_to(open_job(self.sealed).job, stage)
+            check_model(job, machine, vocab_size=0, stage=stage)
+        except SwarmnetError:
+            return False
+        return True
 
     async def _stage(self) -> int | None:
         """Return the stage that this worker trains; None in a job without stages.
@@ -418,6 +466,7 @@ class Training:
         """Report what a worker takes: memory, and if no round has shown it, bytes of a round."""
         from swarmnet_protocols.training.codecs import get_codec
 
+        self._needs_bytes = needs.total_bytes
         event = {"event": "memory", **asdict(needs), "bytes": needs.total_bytes}
         job = open_job(self.sealed).job
         method = job.make_method()

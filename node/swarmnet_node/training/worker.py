@@ -38,6 +38,7 @@ from swarmnet_node.training.pipeline.audits import WorkerStanding
 from swarmnet_node.training.pipeline.pipeline import Pipeline
 from swarmnet_node.training.pipeline.stage_copies import StageCopies
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
+from swarmnet_node.training.stage_choice import StageMover
 from swarmnet_node.training.state_keeper import StateKeeper
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport, Trainer
@@ -111,6 +112,8 @@ class WorkerDependencies:
     stay_s: float = 0.0
     """Seconds that a worker of a stage stays after the last round, so that others can collect the
     model."""
+    mover: StageMover | None = None
+    """Decides when the worker moves to another stage. None: it stays."""
     given: Given = field(default_factory=Given)
     """Totals of the work of this machine since its data directory exists."""
 
@@ -147,6 +150,8 @@ class Worker:
         opened = open_job(sealed)
         self.job_id = opened.id
         self.round = 0
+        self.next_stage: int | None = None
+        """The stage to which this worker moves. Its caller then starts a worker of that stage."""
         self.stopping = False
         self._stopped = asyncio.Event()
         self.is_pausing = False
@@ -297,9 +302,11 @@ class Worker:
                 ANNOUNCE_S,
                 ending=self._last_word,
             )
-            runs = [persist("the announcement", announcer.run)]
+            runs: list[Coroutine[Any, Any, object]] = [persist("the announcement", announcer.run)]
             if self._copies is not None:
                 runs.append(persist("copies of a stage", self._copies.keep))
+            if dependencies.mover is not None:
+                runs.append(self._move_when_needed(dependencies.mover))
             async with in_background(*runs):
                 try:
                     failure = await race(self._interrupted, self._run_rounds())
@@ -315,7 +322,7 @@ class Worker:
                     if self._pipeline is not None:
                         await self._pipeline.close()
             await announcer.withdraw(LAST_WORD_S)  # others then know that this worker is not lost
-            if not self.is_pausing:
+            if not self.is_pausing and self.next_stage is None:
                 done = {"rounds": self._job.job.rounds, "revision": self._replica.revision}
                 self._emit("done", round=self.round, **done)
 
@@ -325,6 +332,15 @@ class Worker:
         self._stopped.set()
         if self._pipeline is not None:
             self._pipeline.stop(self._job.exchange.deadline_s)
+
+    async def _move_when_needed(self, mover: StageMover) -> None:
+        trainer, pipeline = self._replica.trainer, self._pipeline
+        copies = self._copies
+        if isinstance(trainer, StageTrainer) and pipeline is not None and copies is not None:
+            move = await mover.decide(trainer.stage, lambda: pipeline.batch_s, lambda: copies.has_copy)
+            self.next_stage = move.start
+            self._emit("moving", stage=trainer.stage, to=move.start, reason=move.reason)
+            self.stop()
 
     def fail(self, error: SwarmnetError) -> None:
         """Make ``run`` save a checkpoint at once and raise ``error``."""
@@ -445,6 +461,8 @@ class Worker:
             if self._pipeline is not None and self._pipeline.is_discarded(self.round):
                 await self._apply(self.round, None)
                 self.round += 1
+                return
+            if self.stopping and self._slot is None:  # it leaves without a part in this round
                 return
         await self._finish_exchange()
         if self.round and self._workers.is_new and self._method.shares_weights:
@@ -811,6 +829,7 @@ class Worker:
             self._pace.round_s if self._pipeline is None else self._pipeline.batch_s,
             spare=self._spare,
             leaving=self._leaves,
+            stays=self._dependencies.mover is None or (self._copies is not None and self._copies.has_copy),
         )
         yield job_announcement(self._sealed)
         if self._copies is not None:

@@ -183,6 +183,8 @@ def sentence(event: Fields) -> str:
             return f"round {event['round']} waits: stage {event['missing']} has no worker; `swarmnet train join JOB --stage {event['missing']}` on another machine takes it"
         case "stage_lost":
             return f"stage {event['stage']} cannot go on, and will try again: {event['reason']}"
+        case "moving":
+            return f"moves from stage {event['stage']} to stage {event['to']} after this round: {event['reason']}"
         case "restored":
             return f"took the stage up at round {event['round']} with {event['source']}"
         case "copy":

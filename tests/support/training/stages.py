@@ -1,7 +1,9 @@
 """Workers of a job in stages, over simulated links in virtual time."""
 
+import math
+import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 
 from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
+from swarmnet_node.training.stage_choice import StageMover
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_node.training.steps.training_machine import TrainingMachine
@@ -16,6 +19,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.pipeline.microbatches import MicrobatchId
+from tests.support.network.memory_directory import MemoryDirectory
 from tests.support.network.virtual_time import TimedExecutor
 from tests.support.training.workers import WorkerLab
 
@@ -109,20 +113,23 @@ class StageLab(WorkerLab):
     counted: dict[tuple[int, int], Counter[MicrobatchId]] = field(default_factory=dict)
     """The microbatches in a committed update, by stage and round."""
 
+    moves: bool = False
+    """Whether workers move to other stages."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.wanted = self.observer
         self.observer = self._observe
 
     def _observe(self, name: str, event: dict[str, Any]) -> None:
-        stage = stage_of(name)
+        stage = event["at"] = self.stage(name)
         if event["event"] == "ready" and stage:
             pipeline = self.workers[name]._pipeline
             assert pipeline is not None
             self._record(name, pipeline._passes)
         if event["event"] == "round" and event["committed"] and stage:
             inside = [each for each in self.settled if self.peer(each) in event["contributors"]]
-            counted = Counter(id for each in inside for id in self.settled[each] if stage_of(each) == stage)
+            counted = Counter(id for each in inside for id in self.settled[each] if self.stage(each) == stage)
             before = self.counted.setdefault((stage, event["round"]), counted)
             assert before == counted, "all workers of a stage count the same"
         self.wanted(name, event)
@@ -145,8 +152,8 @@ class StageLab(WorkerLab):
         hashes: dict[tuple[int, int], set[str]] = {}
         for name in self.events:
             for number, event in self.rounds(name).items():
-                hashes.setdefault((stage_of(name), number), set()).add(event["params_hash"])
-                if not stage_of(name):
+                hashes.setdefault((event["at"], number), set()).add(event["params_hash"])
+                if not event["at"]:
                     origins.setdefault(number, set()).update(event["contributors"])
         training = open_job(self.sealed).job.training
         count = training.batch_size // (training.microbatch or training.batch_size)
@@ -158,19 +165,40 @@ class StageLab(WorkerLab):
         assert {key: len(values) for key, values in hashes.items()} == dict.fromkeys(hashes, 1)
 
     def trainer(self, name: str, job: Job, compute: TimedExecutor) -> Trainer | StageTrainer:
-        return _UnwrittenStage.open(job, stage_of(name), TrainingMachine(self.folder / "cache", 1 << 33))
+        return _UnwrittenStage.open(job, self.stage(name), TrainingMachine(self.folder / "cache", 1 << 33))
+
+    def stage(self, name: str) -> int:
+        """Return the stage that a worker trains now."""
+        return self.moved[name][0] if name in self.moved else stage_of(name)
+
+    def place(self, name: str) -> str:
+        return f"{name}/{self.stage(name)}"
+
+    def mover(
+        self, name: str, directory: MemoryDirectory, addresses: Callable[[], Sequence[str]]
+    ) -> StageMover | None:
+        opened = open_job(self.sealed)
+        if not self.moves:
+            return None
+        moved_s = self.moved[name][1] if name in self.moved else -math.inf
+        stages, rng = opened.job.stage_count or 1, random.Random(name)
+
+        async def may_take(stage: int) -> bool:
+            return True
+
+        me = self.peer(name)
+        return StageMover(directory, opened.id, stages, me, addresses, rng, may_take, moved_s)
 
     def losses(self) -> dict[int, float]:
         """The loss of each round: the mean of all workers of stage 0, by tokens."""
         found: dict[int, float] = {}
         tokens: dict[int, int] = {}
         for name in self.events:
-            if name.startswith("0."):
-                for number, event in self.rounds(name).items():
-                    own = event["own_tokens"]
-                    if own and self.peer(name) in event["contributors"]:
-                        found[number] = found.get(number, 0.0) + event["loss"] * own
-                        tokens[number] = tokens.get(number, 0) + own
+            for number, event in self.rounds(name).items():
+                own = event["own_tokens"]
+                if not event["at"] and own and self.peer(name) in event["contributors"]:
+                    found[number] = found.get(number, 0.0) + event["loss"] * own
+                    tokens[number] = tokens.get(number, 0) + own
         return {number: found[number] / tokens[number] for number in sorted(found)}
 
 

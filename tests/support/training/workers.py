@@ -4,7 +4,7 @@ import asyncio
 import random
 import shutil
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.job_store import LocalFiles, check_job
+from swarmnet_node.training.stage_choice import StageMover
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_node.training.steps.training_machine import TrainingMachine
@@ -124,6 +125,8 @@ class WorkerLab:
         self.board = MemoryBoard(self.network, lambda: EPOCH + asyncio.get_running_loop().time())
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.workers: dict[str, Worker] = {}
+        self.moved: dict[str, tuple[int, float]] = {}
+        """The stage to which a worker moved last, and when."""
 
     def peer(self, name: str) -> PeerId:
         return Identity.from_seed(name.encode()).peer_id
@@ -172,6 +175,16 @@ class WorkerLab:
         trainer.takes(lambda: self.step_s.get(name, 0.0), compute)
         return trainer
 
+    def mover(
+        self, name: str, directory: MemoryDirectory, addresses: Callable[[], Sequence[str]]
+    ) -> StageMover | None:
+        """Make what decides when a worker moves to another stage."""
+        return None
+
+    def place(self, name: str) -> str:
+        """Return the folder of a worker."""
+        return name
+
     async def _live(self, name: str) -> None:
         identity = Identity.from_seed(name.encode())
         files = replace(self.files, data=(self.own[name],)) if name in self.own else self.files
@@ -182,9 +195,16 @@ class WorkerLab:
             trainer = self.trainer(name, job, compute)
             writer = TimedExecutor(self.write_s)
             dependencies = WorkerDependencies(
-                transport, directory, compute, codec, writer, random.Random(name), identity.sign
+                transport,
+                directory,
+                compute,
+                codec,
+                writer,
+                random.Random(name),
+                identity.sign,
+                mover=self.mover(name, directory, transport.addresses),
             )
-            checkpoints = CheckpointStore(self.folder / name)
+            checkpoints = CheckpointStore(self.folder / self.place(name))
 
             def report(event: dict[str, Any]) -> None:
                 self.events[name].append(event)
@@ -192,6 +212,9 @@ class WorkerLab:
 
             self.workers[name] = Worker(dependencies, self.sealed, trainer, checkpoints, report)
             await self.workers[name].run()
+        if (stage := self.workers[name].next_stage) is not None:
+            self.moved[name] = stage, asyncio.get_running_loop().time()
+            await self._live(name)
 
 
 async def train(lab: WorkerLab, *names: str, limit_s: float = 3000.0) -> None:

@@ -383,7 +383,9 @@ class MicrobatchOrigin:
         began_s = self._now()
         while "" in places:
             index = places.index(PeerId(""))
-            if candidates := self._workers.candidates(index + 1):
+            # The directory lists a worker that moves in both stages for a moment.
+            candidates = [each for each in self._workers.candidates(index + 1) if each not in places]
+            if candidates:
                 places[index] = self._chains.choose(candidates)
             else:
                 if not self._workers.of(index + 1) and self._now() > began_s + MISSING_S:

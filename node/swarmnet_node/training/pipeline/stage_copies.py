@@ -84,6 +84,10 @@ class StageCopies:
         self._kept = NO_COPY
         self._due_s = 0.0
 
+    @property
+    def has_copy(self) -> bool:
+        return self._kept != NO_COPY
+
     async def keep(self) -> NoReturn:
         """Keep a copy of the next stage while it has one worker and this worker is to keep it."""
         while True:
@@ -98,7 +102,7 @@ class StageCopies:
         if len(workers) == 1 and keeper == self._job.transport.peer_id:
             if workers[0].leaving or asyncio.get_running_loop().time() >= self._due_s:
                 await self._copy(workers[0].worker)
-        elif len(workers) > 1 and self._kept != NO_COPY:
+        elif len(workers) > 1 and self.has_copy:
             self._server.keep(self._key(self._next), None)
             ended, self._kept = [*self.announcements(ending=True)], NO_COPY
             for each in ended:
@@ -106,7 +110,7 @@ class StageCopies:
 
     def announcements(self, *, ending: bool = False) -> Iterator[Announcement]:
         """Yield the announcement of the copy, or of its end."""
-        if self._kept != NO_COPY:
+        if self.has_copy:
             addresses = () if ending else self._job.transport.addresses()
             yield worker_announcement(self._groups[self._next], addresses, self._kept, copy=True)
 
