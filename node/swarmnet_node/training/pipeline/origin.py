@@ -383,11 +383,12 @@ class MicrobatchOrigin:
         began_s = self._now()
         while "" in places:
             index = places.index(PeerId(""))
-            # The directory lists a worker that moves in both stages for a moment.
-            candidates = [each for each in self._workers.candidates(index + 1) if each not in places]
-            if candidates:
-                places[index] = self._chains.choose(candidates)
+            candidates = self._workers.candidates(index + 1)
+            if free := [each for each in candidates if each not in places]:
+                places[index] = self._chains.choose(free)
             else:
+                # A worker that moved here has left its place in another stage.
+                places = [PeerId("") if each in candidates else each for each in places]
                 if not self._workers.of(index + 1) and self._now() > began_s + MISSING_S:
                     self._workers.tell_missing(index + 1)
                 await asyncio.sleep(RETRY_S)
