@@ -124,7 +124,9 @@ class StageMover:
                 move, memory = should_relocate(look, memory, now=now, rng=self.rng)
                 if move is None or not await self.may_take(move.start):
                     continue
-                await _announce(self.directory, self.job_id, self.addresses(), WorkerPosition(move.start, _DECIDED))
+                await _announce(
+                    self.directory, self.job_id, self.addresses(), WorkerPosition(move.start, _DECIDED)
+                )
                 await asyncio.sleep(READ_S)
                 look = await self._look(stage, batch_s())
                 if is_confirmed(look, move, blocks_to_leave(look, move)):
