@@ -69,8 +69,12 @@ def announced(resident: Resident) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def find(swarm: str, model: str) -> Resident | None:
-    """Return a running endpoint of this swarm and model. None if this user runs none."""
+def find(swarm: str = "", model: str = "", *, url: str = "") -> Resident | None:
+    """Return the newest running endpoint of this user. None if there is none.
+
+    ``swarm``, ``model``, ``url``: those that it must have, if given.
+    """
+    wanted = {"swarm": swarm, "model": model, "url": url}
     folder = default_state_dir() / "endpoints"
     with suppress(OSError):
         status = folder.stat()
@@ -79,7 +83,9 @@ def find(swarm: str, model: str) -> Resident | None:
         paths = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
         for path in paths[:MAX_FILES]:
             resident = _running(path)
-            if resident is not None and (resident.swarm, resident.model) == (swarm, model):
+            if resident is not None and all(
+                value in ("", getattr(resident, name)) for name, value in wanted.items()
+            ):
                 return resident
     return None
 

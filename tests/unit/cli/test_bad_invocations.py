@@ -45,6 +45,8 @@ BAD = [
     (f"{RUN} --seed=-1", 2, "--seed", "run --help"),
     (f"{RUN} --no-speculate --draft m", 2, "--no-speculate", "run --help"),
     (f"{SERVE} --no-speculate --draft m", 2, "--no-speculate", "serve --help"),
+    ("agent gpt", 2, "gpt", "agent --help"),
+    ("agent codex --model m", 2, "--swarm", "agent --help"),
     (f"{RUN} --dtype int3", 2, "--dtype", "run --help"),
     (f"{RUN} --chat", 2, "--chat", "run --help"),
     ("run m ' ' --swarm open", 2, "prompt is empty", "run --help"),

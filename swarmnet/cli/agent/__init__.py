@@ -1,0 +1,1 @@
+"""Programs that act with a model of a swarm: ``swarmnet agent``."""

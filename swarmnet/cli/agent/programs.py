@@ -1,0 +1,111 @@
+"""The agents that `swarmnet agent` starts: what each reads to find an endpoint and a model."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model at an endpoint. ``context``: most tokens of a prompt and its answer."""
+
+    url: str
+    key: str
+    model: str
+    context: int
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens to leave for one answer."""
+        return max(1, min(32_000, self.context // 4))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a program is started.
+
+    - ``environment``: variables that it reads. None removes one.
+    - ``defaults``: variables that the user's own have precedence over.
+    - ``arguments``: its first arguments.
+    """
+
+    environment: Mapping[str, str | None]
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One agent. ``tokens``: about how many tokens its own instructions and tools take; 0 if it has
+    none."""
+
+    program: str
+    install: str
+    tokens: int
+    setup: Callable[[Served], Setup]
+
+
+def _claude(served: Served) -> Setup:
+    names = ("", "DEFAULT_OPUS_", "DEFAULT_SONNET_", "DEFAULT_HAIKU_")
+    return Setup(
+        {f"ANTHROPIC_{name}MODEL": served.model for name in names}
+        | {
+            "ANTHROPIC_BASE_URL": served.url,
+            "ANTHROPIC_AUTH_TOKEN": served.key,
+            "ANTHROPIC_API_KEY": None,  # it would be sent instead
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
+        },
+        {
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.answer_tokens),
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        },
+    )
+
+
+def _codex(served: Served) -> Setup:
+    provider = {
+        "name": "swarmnet",
+        "base_url": f"{served.url}/v1",
+        "wire_api": "responses",
+        "env_key": "SWARMNET_AGENT_KEY",
+    }
+    settings = {
+        "model": served.model,
+        "model_provider": "swarmnet",
+        "model_context_window": served.context,
+        **{f"model_providers.swarmnet.{name}": value for name, value in provider.items()},
+    }
+    # JSON's strings and numbers are TOML's
+    overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
+    return Setup(
+        {"SWARMNET_AGENT_KEY": served.key},
+        arguments=tuple(part for each in overrides for part in ("-c", each)),
+    )
+
+
+def _opencode(served: Served) -> Setup:
+    limit = {"context": served.context, "output": served.answer_tokens}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "swarmnet",
+        "options": {"baseURL": f"{served.url}/v1", "apiKey": served.key},
+        "models": {served.model: {"name": served.model, "limit": limit}},
+    }
+    config = {"provider": {"swarmnet": provider}, "model": f"swarmnet/{served.model}"}
+    return Setup({"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+
+
+def _aider(served: Served) -> Setup:
+    environment = {"OPENAI_API_BASE": f"{served.url}/v1", "OPENAI_API_KEY": served.key}
+    return Setup(environment, arguments=("--model", f"openai/{served.model}"))
+
+
+AGENTS: Mapping[str, Agent] = MappingProxyType(
+    {
+        "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", 12_000, _claude),
+        "codex": Agent("codex", "npm install -g @openai/codex", 9_000, _codex),
+        "opencode": Agent("opencode", "npm install -g opencode-ai", 9_000, _opencode),
+        "aider": Agent("aider", "python -m pip install aider-install && aider-install", 3_000, _aider),
+    }
+)

@@ -1,0 +1,88 @@
+"""``swarmnet agent`` gives each program the endpoint in the program's own way."""
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from swarmnet import cli
+from swarmnet.cli.agent.programs import AGENTS
+from swarmnet.resident import Resident, announced
+
+KEY = "a-key-for-tests"
+EXIT = 7
+PROGRAM = f"""#!/bin/sh
+printf '%s\\n' "$@" > "$AGENT_TEST/arguments"
+env -0 > "$AGENT_TEST/environment"
+exit {EXIT}
+"""
+
+
+class Models(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        is_right = self.headers["authorization"] == f"Bearer {KEY}"
+        found = {"data": [{"id": "tiny", "max_model_len": 8192}]} if is_right else {}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(found).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An endpoint of this user, and programs that write down how they were started."""
+    for name in AGENTS:
+        file = tmp_path / name
+        file.write_text(PROGRAM)
+        file.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("AGENT_TEST", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "the key of an account")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Models) as server:
+        Thread(target=server.serve_forever).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        with announced(Resident(address, KEY, "ab", "tiny")):
+            yield address
+        server.shutdown()
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_gets_the_endpoint_and_its_own_arguments(name: str, url: str, tmp_path: Path) -> None:
+    assert cli.execute(["agent", name, "--", "--print", "hi"]) == EXIT
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    pairs = (each.partition("=") for each in (tmp_path / "environment").read_text().split("\0"))
+    environment = {key: value for key, _, value in pairs}
+    assert arguments[-2:] == ["--print", "hi"]
+    api = f"{url}/v1"
+    match name:
+        case "claude":
+            assert environment["ANTHROPIC_BASE_URL"] == url
+            assert environment["ANTHROPIC_AUTH_TOKEN"] == KEY
+            assert environment["ANTHROPIC_MODEL"] == "tiny"
+            assert "ANTHROPIC_API_KEY" not in environment
+        case "codex":
+            config = tomllib.loads("\n".join(arguments[1:-2:2]))
+            provider = config["model_providers"][config["model_provider"]]
+            assert (config["model"], provider["base_url"]) == ("tiny", api)
+            assert environment[provider["env_key"]] == KEY
+        case "opencode":
+            found: Any = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
+            assert found["model"] == "swarmnet/tiny"
+            assert found["provider"]["swarmnet"]["options"] == {"baseURL": api, "apiKey": KEY}
+        case "aider":
+            assert arguments[:2] == ["--model", "openai/tiny"]
+            assert (environment["OPENAI_API_BASE"], environment["OPENAI_API_KEY"]) == (api, KEY)
+
+
+def test_an_agent_is_told_when_the_model_is_too_small(url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["agent", "claude"]) == EXIT
+    assert "takes 8192 tokens, and the instructions and tools of claude" in capfd.readouterr().err
