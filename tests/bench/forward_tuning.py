@@ -1,10 +1,11 @@
 """Tuning with forward passes only, of SmolLM2-135M-Instruct through three hosts in processes.
 
-    python -m tests.bench.forward_tuning [--steps 15] [--population 16] [--max-tokens 24] [--seed 0]
+    python -m tests.bench.forward_tuning [--steps 6] [--population 16] [--max-tokens 16] [--seed 0]
 
 First, forwards a second: the losses of 8 new adapters on 4 rows of 64 tokens, against one batch of 32
-rows without adapters, in turn. Then `es` raises the share of greedy answers that are valid JSON, to
-questions that the model answers with JSON that is too long. Prints JSON.
+rows without adapters, in turn. Then `es` raises the share of greedy answers that are valid JSON. The
+model wraps most of them in a code block. `valid` of "eval" is about words that `es` does not learn
+from. Prints JSON.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import torch
 from swarmnet_client.tuning.batches import Dataset
 from swarmnet_client.tuning.candidates import adapter_of, losses
 from swarmnet_client.tuning.forward_tuner import ForwardTuner
-from swarmnet_client.tuning.methods import TuneMethod, TuneSettings, attach
+from swarmnet_client.tuning.methods import LEARNING_RATES, SPREADS, TuneMethod, TuneSettings, attach
 from swarmnet_client.tuning.rewards import Reward
 from tests.support.processes.nodes import swarm
 from tests.support.training.tuning_rows import write_rows
@@ -29,6 +30,8 @@ MODEL = "smollm2-135m-instruct"
 SPANS = ((0, 10), (10, 20), (20, 30))
 CANDIDATES, ROWS, TOKENS, ROUNDS = 8, 4, 64, 5
 THINGS = ("dog", "cat", "car", "chair", "spider", "bicycle", "table", "river")
+OTHERS = ("horse", "bird", "house", "door", "tree", "apple", "train", "cloud")
+ASKED = 'Write {{"word": "{}"}} as JSON.'
 REWARD = """import json
 
 
@@ -44,6 +47,11 @@ def reward(prompt, answer, expected):
 def ids_of(rows: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 10_000, (rows, TOKENS), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def row_of(word: str) -> dict[str, Any]:
+    asked = {"role": "user", "content": ASKED.format(word)}
+    return {"messages": [asked, {"role": "assistant", "content": "{}"}]}
 
 
 def forwards(model: Any, tuned: Any) -> list[float]:
@@ -67,11 +75,11 @@ def forwards(model: Any, tuned: Any) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--population", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=24)
-    parser.add_argument("--learning-rate", type=float, default=2e-2)
-    parser.add_argument("--spread", type=float, default=3e-2)
+    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATES[TuneMethod.ES])
+    parser.add_argument("--spread", type=float, default=SPREADS[TuneMethod.ES])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache-dir", type=Path)
     given = parser.parse_args()
@@ -87,17 +95,10 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        asked = '{{"question": "What is a {}?", "answer": "..."}} Fill in the answer and reply with the JSON object only.'
-        rows = [
-            {
-                "messages": [
-                    {"role": "user", "content": asked.format(thing)},
-                    {"role": "assistant", "content": "{}"},
-                ]
-            }
-            for thing in THINGS
-        ]
-        data = write_rows(folder / "rows.jsonl", rows)
+        data, others = (
+            write_rows(folder / f"{words[0]}.jsonl", [row_of(word) for word in words])
+            for words in (THINGS, OTHERS)
+        )
         (folder / "reward.py").write_text(REWARD)
         with (
             swarm(folder / "lab", given.cache_dir or folder / "cache", *SPANS) as lab,
@@ -114,9 +115,9 @@ def main() -> None:
             for value in tuned.parameters():
                 if value.requires_grad:
                     value.data.zero_()
-            dataset = Dataset.read(model.tokenizer, data, data, chosen)
+            dataset = Dataset.read(model.tokenizer, data, others, chosen)
             run = ForwardTuner(tuned, dataset, chosen, reward=Reward.load(folder / "reward.py"))
-            for event in run.run(evaluate_every=5):
+            for event in run.run(evaluate_every=2):
                 share = 1 - event.get("val_loss", event.get("loss", 0.0))
                 line = {"bench": "forward_tuning", "event": event["event"], "step": event["step"]}
                 answers = event["step"] * given.population * len(THINGS)

@@ -36,12 +36,13 @@ LEARNING_RATES = {
     TuneMethod.DEEP_PROMPT: 1e-2,
     TuneMethod.CLASSIFIER: 1e-3,
     TuneMethod.ZO: 1e-4,
-    TuneMethod.ES: 2e-2,
+    TuneMethod.ES: 4e-2,
 }
 """Default learning rates. The prompt methods have the rates of PEFT's examples."""
 FORWARD_ONLY = {TuneMethod.ZO, TuneMethod.ES}
-SPREADS = {TuneMethod.ZO: 1e-2, TuneMethod.ES: 3e-2}
-"""Default distances of candidates. MeZO has 1e-2 for LoRA."""
+SPREADS = {TuneMethod.ZO: 1e-2, TuneMethod.ES: 6e-2}
+"""Default distances of candidates. MeZO has 1e-2 for LoRA. With less for `es`, most candidates give
+the same greedy answers. With more, all answers are bad."""
 _PROMPTS = {TuneMethod.PROMPT, TuneMethod.DEEP_PROMPT}
 
 
