@@ -10,7 +10,9 @@ import httpx
 import openai
 import psutil
 import pytest
+import torch
 
+from swarmnet_protocols.models import resolve
 from tests.support.processes.commands import LOOPBACK
 from tests.support.processes.faults import kill
 from tests.support.processes.gateway_process import GatewayProcess
@@ -101,6 +103,62 @@ def test_langchain_works_unchanged(gateway: GatewayProcess) -> None:
     assert answer.content
     assert answer.usage_metadata is not None
     assert "".join(str(part.content) for part in chat.stream(question)) == answer.content
+
+
+def test_anthropics_and_ollamas_clients_work_unchanged(gateway: GatewayProcess) -> None:
+    import anthropic
+    import ollama
+
+    question: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    with anthropic.Anthropic(base_url=gateway.url, api_key=KEY, max_retries=0) as client:
+        said: Any = {"model": MODEL, "max_tokens": 12, "extra_body": {"temperature": 0}, "messages": question}
+        answer = client.messages.create(**said)
+        with client.messages.stream(**said) as stream:
+            assert "".join(stream.text_stream) == answer.content[0].text
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.create(**{**said, "model": "claude"})
+    theirs: Any = ollama.Client(gateway.url, headers={"authorization": f"Bearer {KEY}"})
+    assert [model.model for model in theirs.list().models] == [MODEL]
+    options = {"temperature": 0, "num_predict": 12}
+    whole = theirs.chat(MODEL, question, options=options)
+    assert whole.message.content == answer.content[0].text
+    parts = theirs.chat(f"{MODEL}:latest", question, options=options, stream=True)
+    assert "".join(part.message.content or "" for part in parts) == whole.message.content
+    assert theirs.generate(MODEL, "The sea", raw=True, options=options).response
+    (vector,) = theirs.embed(MODEL, "The sea").embeddings
+    assert len(vector) == 576
+    assert theirs.show(MODEL).capabilities
+    with pytest.raises(ollama.ResponseError, match="there is no model"):
+        theirs.chat("llama3", question)
+    theirs.close()
+
+
+CHOICES = (
+    ("Question: What do plants need to make food?\nAnswer:", " sunlight", " sand", " plastic", " salt"),
+    ("Question: Which planet is known as the Red Planet?\nAnswer:", " Venus", " Mars", " Saturn", " Pluto"),
+    ("Question: At what temperature does water freeze?\nAnswer:", " 0 degrees", " 50 degrees", " 90 degrees"),
+    ("Question: Which animal lays eggs?\nAnswer:", " a dog", " a hen", " a cow", " a horse"),
+    ("Question: What pulls objects toward the Earth?\nAnswer:", " light", " sound", " gravity", " heat"),
+)
+
+
+@torch.inference_mode()
+def test_multiple_choice_scores_as_with_local_transformers(client: Any, cache_dir: Path) -> None:
+    """As lm-eval asks: the prompt and one choice as token ids, echoed with log probabilities."""
+    local = resolve(MODEL, cache_dir=cache_dir)
+    whole = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
+    encode = local.vocabulary().tokenizer.encode
+    for question, *answers in CHOICES:
+        start, ours, theirs = encode(question), [], []
+        for answer in answers:
+            ids = [*start, *encode(answer)]
+            asked = client.completions.create(model=MODEL, prompt=ids, max_tokens=1, logprobs=1, echo=True)
+            ours.append(sum(asked.choices[0].logprobs.token_logprobs[len(start) : -1]))
+            rows = whole(torch.tensor([ids])).logits[0].log_softmax(-1)
+            scores = [float(row[token]) for row, token in zip(rows, ids[1:], strict=False)]
+            theirs.append(sum(scores[len(start) - 1 :]))
+        order = range(len(answers))
+        assert sorted(order, key=ours.__getitem__) == sorted(order, key=theirs.__getitem__)
 
 
 def test_a_node_killed_in_mid_answer_is_not_noticed(lab: Swarm, client: Any, gateway: GatewayProcess) -> None:
