@@ -118,9 +118,7 @@ class Replica:
 
     def pack_shared(self) -> list[Buffer]:
         """Return the shared state as buffers, which only ``apply`` changes."""
-        inner = {}
-        if self.method.kind == "gradients":
-            inner = {name: each.clone() for name, each in self.trainer.optimizer_state().items()}
+        inner = self.trainer.optimizer_state() if self.method.kind == "gradients" else {}
         agreed = self.method.agreed().to("cpu")
         return SharedState(self.revision, agreed, self.method.state(), inner).pack()
 

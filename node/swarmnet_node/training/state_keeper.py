@@ -77,11 +77,11 @@ class StateKeeper:
         await self.matchmaking.set_position(WorkerPosition(round, self.server.offer(packed)))
 
     async def withdraw(self) -> None:
-        """Stop using the parameters in place, because the next outer step changes them."""
+        """Stop using the state in place, because the next step changes it."""
         kind = self.replica.method.kind
-        if kind != "gradients":
+        if kind != "gradients":  # its checkpoints have copies
             await self.written()
-            await self.server.withdraw(None if kind == "scalars" else self.spill)
+        await self.server.withdraw(None if kind == "scalars" else self.spill)
 
     async def compare(self, round: int) -> bool:
         """Move to the state that most workers have. Return whether they are at another one."""

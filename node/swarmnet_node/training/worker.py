@@ -727,8 +727,7 @@ class Worker:
 
     async def _apply(self, round: int, average: Average | None, delivered: Sequence[Slice] = ()) -> None:
         """Apply the outcome of ``round``, and publish the state after it."""
-        if self._method.kind != "gradients":  # the outer step changes the state in place
-            await self._keeper.withdraw()
+        await self._keeper.withdraw()
         await self._compute(self._replica.apply, round, average, delivered)
         await self._keeper.publish(self.round)
         if self._pipeline is not None:
