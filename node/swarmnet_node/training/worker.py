@@ -171,6 +171,8 @@ class Worker:
         self._last_exchange = 0
         self._spare = False
         """True while the job has enough workers, and this worker waits for a place."""
+        self._is_over = False
+        """True when the job ended without this worker."""
         method = self._method
         self._pace = WorkerPace(method.steps_per_round, method.overlap_steps, trainer.step_s)
         self._rates = ArrivalRates()
@@ -371,7 +373,7 @@ class Worker:
                 await self._wait_for_place(no_place)
         if self._pipeline is not None:
             await self._pipeline.finish(self._job.exchange.deadline_s)
-        if self._copies is not None and 0 < self.round < self._job.job.rounds:
+        if self._copies is not None and 0 < self.round < self._job.job.rounds and not self._is_over:
             await self._hand_over(self._copies)
         if self.round < self._job.job.rounds:
             await self._matchmaking.leave()
@@ -570,6 +572,8 @@ class Worker:
                 positions = (await self._matchmaking.positions(self._workers.alive())).values()
                 if 2 * sum(each.round > self.round for each in positions) > len(positions):
                     return None
+                if not positions and await self._ends_early():
+                    return None
                 if await self._is_left_behind():
                     self._is_stranded = True
                     return None
@@ -583,6 +587,16 @@ class Worker:
             return False
         ahead = await self._copies.job_round() - self.round
         return ahead > (0 if self._method.kind == "gradients" else 1)
+
+    async def _ends_early(self) -> bool:
+        """Stop if the other workers have left after the last round. Return whether they have."""
+        if self._pipeline is None or not await self._pipeline.is_over(self._job.job.rounds):
+            return False
+        text = f"the job ended without this worker, which has its stage after {self.round} rounds"
+        self._emit("notice", text=text)
+        self._is_over = True
+        self.stop()
+        return True
 
     async def _tell_privacy(self, round: int | None) -> None:
         """Emit the epsilon with ``round``, which is about to be trained, and after all rounds."""
@@ -683,11 +697,14 @@ class Worker:
             self.round, self._slot = pending.round, None
             self._emit("behind", round=pending.round, reason=outcome.reason)
             return
-        if self._pipeline is not None and not await self._pipeline.ended(
-            pending.round, self._last_exchange, outcome
-        ):
-            self.round = pending.round
-            return
+        if self._pipeline is not None:
+            lost = await self._pipeline.ended(pending.round, self._last_exchange, outcome)
+            if lost is None:
+                self.round = pending.round
+                await self._ends_early()
+                return
+            if lost:
+                self._emit("lost", round=pending.round, tokens=lost, counted=round(outcome.tokens))
         contributors = outcome.all_contributors()
         average = None if outcome.average is None else Average(outcome.average, contributors)
         delivered = outcome.slices_with(self._transport.peer_id)

@@ -222,6 +222,8 @@ def sentence(event: Fields) -> str:
             )
         case "behind":
             return f"round {event['round']} ended without this worker ({event['reason']}); asking the others whether the round was committed"
+        case "lost":
+            return f"round {event['round']}: the microbatches of {event['tokens']} tokens are lost with their workers; this stage counts {event['counted']}"
         case "merge" if event["committed"]:
             return f"all {event['workers']} replicas are one model, their average"
         case "merge":

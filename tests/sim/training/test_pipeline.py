@@ -1,25 +1,33 @@
 """Workers of four stages train a tiny model that none of them holds, while some of them fail."""
 
 import asyncio
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swarmnet_node.training.pipeline.pipeline import Pipeline as WorkersPipeline
+from swarmnet_node.training.pipeline import pipeline
+from swarmnet_node.training.pipeline.stage_workers import StageWorkers
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import EXCHANGE, MICROBATCH, STEP
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.catch_up import WorkerPosition
+from swarmnet_protocols.training.job_records import worker_announcement
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.pipeline import microbatches
+from swarmnet_protocols.training.pipeline.microbatches import Microbatch, MicrobatchClient, MicrobatchId
 from swarmnet_protocols.training.pipeline.norms import UsualNorms
+from swarmnet_protocols.training.pipeline.stages import stage_key
 from swarmnet_protocols.wire import pipeline_pb2 as pb
 from swarmnet_protocols.wire import training_pb2
 from tests.bench.pipeline import Pipeline
-from tests.defences import Patch, defence
+from tests.defences import Patch, defence, replacing
+from tests.support.network.memory_directory import MemoryDirectory
 from tests.support.network.memory_network import Delivery, LinkProfile
 from tests.support.network.virtual_time import run
 from tests.support.training.stages import LLAMA, MOE, StageLab, names, stage_of, staged_job, whole_losses
-from tests.support.training.workers import train
+from tests.support.training.workers import SWARM, train
 
 
 def staged_lab(folder: Path, **changes: Any) -> StageLab:
@@ -61,6 +69,36 @@ def kind_of(delivery: Delivery, from_origin: bool) -> str:
     return kind or ""
 
 
+def strike(lab: StageLab, kind: str, victim: str, fault: str, after: int = 1) -> list[str]:
+    """Inject a fault at the first message of a kind after so many rounds. Returns the worker that
+    it hurts, when it does."""
+    hurt: list[str] = []
+
+    def observe(delivery: Delivery) -> None:
+        loop, network = asyncio.get_running_loop(), lab.network
+        peers = {lab.peer(name): name for name in lab.events}
+        from_origin = stage_of(peers[delivery.source]) == 0
+        if hurt or len(lab.rounds("0.0")) < after or kind_of(delivery, from_origin) != kind:
+            return
+        peer = getattr(delivery, victim)
+        hurt.append(peers[peer])
+        link = delivery.source, delivery.target
+        match fault:
+            case "kill":
+                lab.crash(peers[peer])
+            case "stop" | "sleep":
+                network.hang(peer)
+                loop.call_later(8.0 if fault == "stop" else 60.0, network.resume, peer)
+            case "cut":
+                network.cut(*link)
+                loop.call_later(20.0, network.heal, *link)
+            case "slow":
+                network.set_link(*link, LinkProfile(delay_s=0.5, bytes_per_s=2e4))
+
+    lab.network.observers.append(observe)
+    return hurt
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("victim", ["source", "target"])
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut", "slow"])
@@ -68,31 +106,7 @@ def kind_of(delivery: Delivery, from_origin: bool) -> str:
 def test_a_fault_loses_no_microbatch(kind: str, fault: str, victim: str, tmp_path: Path) -> None:
     lab = staged_lab(tmp_path, rounds=4, workers=2, least=1, stages=3)
     everybody = names(dict.fromkeys(range(3), 2))
-    peers = {lab.peer(name): name for name in everybody}
-    hurt: list[str] = []
-
-    def strike(delivery: Delivery) -> None:
-        loop = asyncio.get_running_loop()
-        from_origin = stage_of(peers[delivery.source]) == 0
-        if hurt or not lab.rounds("0.0") or kind_of(delivery, from_origin) != kind:
-            return
-        name = peers[getattr(delivery, victim)]
-        hurt.append(name)
-        peer = lab.peer(name)
-        match fault:
-            case "kill":
-                lab.crash(name)
-            case "stop":
-                lab.network.hang(peer)
-                loop.call_later(8.0, lab.network.resume, peer)
-            case "cut":
-                lab.network.cut(delivery.source, delivery.target)
-                loop.call_later(20.0, lab.network.heal, delivery.source, delivery.target)
-            case "slow":
-                slow = LinkProfile(delay_s=0.5, bytes_per_s=2e4)
-                lab.network.set_link(delivery.source, delivery.target, slow)
-
-    lab.network.observers.append(strike)
+    hurt = strike(lab, kind, victim, fault)
     run(train(lab, *everybody))
 
     lab.check_books()
@@ -103,29 +117,62 @@ def test_a_fault_loses_no_microbatch(kind: str, fault: str, victim: str, tmp_pat
             assert lab.events[name][-1]["round"] == 4
 
 
-def give_all_a_place(patch: Patch) -> None:
-    always = property(lambda _: lambda: True, lambda *_: None)
-    patch.setattr(WorkersPipeline, "has_place", always, raising=False)
-
-
-@defence("no step waits for a newcomer", off=give_all_a_place)
-def test_no_step_waits_for_a_newcomer(tmp_path: Path) -> None:
-    ended_s: list[float] = []
-
-    def watch(name: str, event: dict[str, Any]) -> None:
-        if name == "0.0" and event["event"] == "round":
-            ended_s.append(asyncio.get_running_loop().time())
-            if event["round"] == 4:
-                lab.start("1.2")
-
-    lab = staged_lab(tmp_path, rounds=10, workers=3, least=1, stages=3)
-    lab.wanted = watch
+@pytest.mark.parametrize("victim", ["source", "target"])
+def test_a_worker_that_missed_the_end_of_the_job_stops(victim: str, tmp_path: Path) -> None:
+    lab = staged_lab(tmp_path, rounds=2, workers=2, least=1, stages=3)
+    hurt = strike(lab, "gradient", victim, "sleep")
     run(train(lab, *names(dict.fromkeys(range(3), 2))))
 
     lab.check_books()
-    took_s = [after - before for before, after in pairwise(ended_s)]
-    assert max(took_s[3:]) < 1.1 * min(took_s)
-    assert lab.settled["1.2"]
+    *others, last = lab.events[hurt[0]]
+    assert any("the job ended without this worker" in str(each.get("text")) for each in others)
+    assert (last["event"], last["round"]) == ("done", 1)
+
+
+async def ask_as_a_stranger(lab: StageLab, times: int, *, announced: bool) -> list[str]:
+    """Ask worker 1.0 for gradients of a later round, as a worker of stage 0 would, if it was
+    ``announced``. Returns the refusals within a second."""
+    identity = Identity.from_seed(b"stranger")
+    job, chain = bytes.fromhex(open_job(lab.sealed).id), (lab.peer("1.0"), lab.peer("2.0"))
+    async with lab.network.transport(identity.peer_id) as transport:
+        if announced:
+            position = WorkerPosition(1, bytes(32))
+            record = worker_announcement(stage_key(job, 0).hex(), transport.addresses(), position)
+            await record.publish(MemoryDirectory(lab.board, identity, SWARM))
+        client = MicrobatchClient(transport, job, Timing(), signed=False)
+        microbatch = Microbatch(MicrobatchId(2, identity.peer_id, 0), 1, chain)
+        asking = [asyncio.create_task(client.gradient(microbatch, (), b"", 1)) for _ in range(times)]
+        refused, _ = await asyncio.wait(asking, timeout=1.0)
+        await cancel(*asking)
+        return [str(each.exception()) for each in refused]
+
+
+def refusals(folder: Path, times: int, *, announced: bool) -> list[str]:
+    """What worker 1.0 answers to a stranger after its first round."""
+    lab, found = staged_lab(folder, rounds=3, stages=3), list[asyncio.Task[list[str]]]()
+
+    def ask(name: str, event: dict[str, Any]) -> None:
+        if name == "1.0" and event["event"] == "round" and not found:
+            found.append(asyncio.create_task(ask_as_a_stranger(lab, times, announced=announced)))
+
+    lab.wanted = ask
+    run(train(lab, *names(dict.fromkeys(range(3), 1))))
+    return found[0].result()
+
+
+async def check_nobody(*_: object) -> None:
+    pass
+
+
+@defence("only announced workers send microbatches", off=replacing(StageWorkers, "check", check_nobody))
+def test_a_microbatch_of_a_stranger_is_refused(tmp_path: Path) -> None:
+    assert refusals(tmp_path, 1, announced=False) == ["stage 1: the other side closed the stream"]
+
+
+@defence("a caller has at most 16 open microbatches", off=replacing(pipeline, "MAX_OPEN", 64))
+def test_a_caller_has_a_limited_number_of_microbatches(tmp_path: Path) -> None:
+    found = refusals(tmp_path, 17, announced=True)
+    assert ["too many open microbatches" in each for each in found] == [True]
 
 
 def admit_all(patch: Patch) -> None:
@@ -143,9 +190,9 @@ def test_an_absurd_tensor_reaches_no_optimizer(what: str, tmp_path: Path) -> Non
 
     def lie(name: str, event: dict[str, Any]) -> None:
         if name == "1.0" and event["event"] == "round" and event["round"] == 1:
-            pipeline = lab.workers["1.0"]._pipeline
-            assert pipeline is not None
-            honest = pipeline._passes.boundary
+            liar = lab.workers["1.0"]._pipeline
+            assert liar is not None
+            honest = liar._passes.boundary
             method = {"outputs": "outputs", "gradients": "gradient"}[what]
             tell = getattr(honest, method)
             object.__setattr__(honest, method, lambda values, *rest: tell(1e4 * values, *rest))
@@ -181,8 +228,8 @@ def test_real_boundaries_carry_the_bytes_of_the_yardstick(
     lab = StageLab(tmp_path, job.replace("cuts = [1, 2, 3]", stages))
     run(train(lab, *names(dict.fromkeys(range(4), 1))))
 
-    pipeline = Pipeline(row, lab.files.applied_to(open_job(lab.sealed).job), tmp_path / "cache")
-    steps = [pipeline.step(number) for number in range(3)]
+    yardstick = Pipeline(row, lab.files.applied_to(open_job(lab.sealed).job), tmp_path / "cache")
+    steps = [yardstick.step(number) for number in range(3)]
     assert sum(arrived) == sum(sum(sizes) for sizes, _ in steps)
     events = [event for name in lab.events for event in lab.rounds(name).values()]
     assert sum(event["bytes_sent"] for event in events) == sum(arrived)

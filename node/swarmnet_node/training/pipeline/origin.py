@@ -64,6 +64,9 @@ RETRY_S = 0.5
 MISSING_S = 10.0
 """Seconds without a worker of a stage until this is told. With less, people hear of workers that
 are about to start. With more, a job stands still in silence."""
+RETELL_S = 2.0
+"""Seconds until a worker that failed is told the end of a round again. With less, dead workers are
+dialled often. With more, a worker that comes back waits for longer."""
 TELLERS = 2
 """Origins that tell the end of a round to a worker without a microbatch. With one, a worker whose
 origin fails falls behind."""
@@ -426,22 +429,28 @@ class MicrobatchOrigin:
             step.told[stage, peer] = asyncio.create_task(self._keep_told(step, stage, peer), name=name)
 
     async def _keep_told(self, step: _Step, stage: int, peer: PeerId) -> None:
-        """Tell a worker about a round until its stage has committed it. Replace it if it fails."""
-        addresses = self._workers.addresses(stage, peer)
-        try:
-            stream = await STEP.open(self._job.transport, peer, self._job.timing, addresses=addresses)
-            heartbeat = pb.StepRequest(heartbeat=pb.Heartbeat())
+        """Tell a worker about a round until its stage has committed it.
+
+        Replace it if it fails. It is told again, because it may come back and miss the round's end.
+        """
+        while stage not in step.committed:
             try:
-                async with in_background(
-                    stream.send_heartbeats(self._job.timing.heartbeat_s, lambda: heartbeat)
-                ):
-                    await self._converse(step, stage, stream)
-            finally:
-                stream.close()
-        except SwarmnetError as error:
-            _log.debug("round %d: %s of stage %d is lost: %s", step.round, peer, stage, error)
-            self._workers.avoid(peer, busy=False)
-            await self._replace(step, stage, peer, set(step.ledger.listed(peer)))
+                await self._tell_once(step, stage, peer)
+            except SwarmnetError as error:
+                _log.debug("round %d: %s of stage %d is lost: %s", step.round, peer, stage, error)
+                self._workers.avoid(peer, busy=False)
+                await self._replace(step, stage, peer, set(step.ledger.listed(peer)))
+                await asyncio.sleep(RETELL_S)
+
+    async def _tell_once(self, step: _Step, stage: int, peer: PeerId) -> None:
+        addresses = self._workers.addresses(stage, peer)
+        stream = await STEP.open(self._job.transport, peer, self._job.timing, addresses=addresses)
+        heartbeat = pb.StepRequest(heartbeat=pb.Heartbeat())
+        try:
+            async with in_background(stream.send_heartbeats(self._job.timing.heartbeat_s, lambda: heartbeat)):
+                await self._converse(step, stage, stream)
+        finally:
+            stream.close()
 
     async def _converse(self, step: _Step, stage: int, stream: ToWorker) -> None:
         listed: list[dict[int, int]] = []
@@ -477,7 +486,7 @@ class MicrobatchOrigin:
                             self._spawn(step, stage, peer, missing)
                     case "attempt":
                         contributors = peers_from_wire(reply.attempt.contributors)
-                        for absent in step.ledger.absent(stage, contributors):
+                        for absent in sorted(step.ledger.absent(stage, contributors)):
                             self._spawn(step, stage, absent, set(step.ledger.listed(absent)))
                     case "committed":
                         step.committed.add(stage)

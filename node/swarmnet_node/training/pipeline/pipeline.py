@@ -33,7 +33,7 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
 from swarmnet_protocols.training.jobs import SealedJob
-from swarmnet_protocols.training.pipeline.ledger import Accounts, StepEnd, commits
+from swarmnet_protocols.training.pipeline.ledger import Accounts, StepEnd, lacking_tokens
 from swarmnet_protocols.training.pipeline.microbatches import (
     EVALUATED,
     Microbatch,
@@ -219,6 +219,10 @@ class Pipeline:
         """Whether an origin has a conversation with this worker about a round."""
         return self._hearing > 0
 
+    async def is_over(self, rounds: int) -> bool:
+        """Return whether the other workers have left after the last round of the job."""
+        return await self._workers.have_left(rounds)
+
     async def advance(self, round: int, state: bytes) -> None:
         """Begin ``round`` with the present weights, of the stage's ``state``."""
         self._round = round
@@ -328,28 +332,29 @@ class Pipeline:
         end = self._accounts[round].end() if round in self._accounts else None
         return end is not None and not end.tokens
 
-    async def ended(self, round: int, exchange_number: int, outcome: Outcome) -> bool:
-        """Note the end of an exchange of this worker's stage. Return whether its outcome counts.
+    async def ended(self, round: int, exchange_number: int, outcome: Outcome) -> int | None:
+        """Note the end of an exchange of this worker's stage. Return how many tokens its outcome
+        lacks.
 
-        If not, the stage repeats the exchange.
+        None: the outcome does not count, and the stage repeats the exchange.
         """
         if self._inner is not None:
-            return True
+            return 0
         contributors = outcome.all_contributors()
         if self._origin is not None:
             end = StepEnd((), 0) if outcome.average is None else StepEnd(contributors, int(outcome.tokens))
             await self._origin.ended(round, end)
-            return True
+            return 0
         end_here = self._accounts[round].end() if round in self._accounts else None
         attempt = exchange_number - round * EXCHANGES_PER_ROUND
         tokens = outcome.tokens if outcome.average is not None else -1.0
-        if end_here is not None and commits(end_here, tokens, attempt):
-            return True
+        if end_here is not None and (lacking := lacking_tokens(end_here, tokens, attempt)) is not None:
+            return lacking
         if end_here is not None and tokens > end_here.tokens:
             self._accounts[round].forget_lost()
         self._attempts[round] = contributors
         await self._notify()
-        return False
+        return None
 
     # ---- microbatches -------------------------------------------------------------------------
 

@@ -88,6 +88,14 @@ class StageWorkers:
         if peer not in self._found[stage]:
             raise NotAuthorised(f"{peer} is no worker of stage {stage} of this job")
 
+    async def have_left(self, rounds: int) -> bool:
+        """Return whether all other workers of stage 0 have left, most of them after ``rounds``
+        rounds."""
+        found = await find_workers(self._directory, self._keys[0], also_left=True)
+        others = {worker: position for worker, position in found.items() if worker.peer != self._me}
+        are_done = 2 * sum(each.round >= rounds for each in others.values()) > len(others)
+        return are_done and not any(worker.addresses for worker in others)
+
     async def refresh(self, at_most_every_s: float = REFRESH_S) -> None:
         """Read the directory, unless it was just read."""
         now = asyncio.get_running_loop().time()

@@ -105,9 +105,11 @@ class Accounts:
         }
 
 
-def commits(end: StepEnd, tokens: float, attempt: int) -> bool:
-    """Return whether a stage commits an exchange with ``tokens``.
+def lacking_tokens(end: StepEnd, tokens: float, attempt: int) -> int | None:
+    """Return how many tokens an exchange with ``tokens`` lacks, or None if its stage repeats it.
 
     ``attempt``: the exchanges of this round before it, equal at all members.
     """
-    return round(tokens) == end.tokens or (attempt >= MAX_ATTEMPTS and 0 <= tokens < end.tokens)
+    lacking = end.tokens - round(tokens)
+    is_committed = lacking == 0 or (attempt >= MAX_ATTEMPTS and 0 <= tokens < end.tokens)
+    return lacking if is_committed else None

@@ -116,6 +116,7 @@ def test_without_a_terminal_there_are_sentences(tmp_path: Path, capsys: pytest.C
         },
         {"event": "heal_failed", "round": 3, "reason": "no worker offers it"},
         {"event": "behind", "round": 3, "reason": "no majority"},
+        {"event": "lost", "round": 3, "tokens": 32, "counted": 96},
         {"event": "merge", "round": 3, "committed": False, "reason": "late"},
         {"event": "merge", "round": 3, "committed": True, "reason": "", "workers": 2},
         {"event": "leaving"},

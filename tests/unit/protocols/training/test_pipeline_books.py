@@ -1,6 +1,7 @@
 """Microbatches by name, the books of a round, and the choice of chains."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from swarmnet_protocols.training.pipeline.ledger import (
     Accounts,
     MicrobatchLedger,
     StepEnd,
-    commits,
+    lacking_tokens,
 )
 from swarmnet_protocols.training.pipeline.lost_stages import job_round, newest_copy
 from swarmnet_protocols.training.pipeline.microbatches import (
@@ -188,8 +189,9 @@ def test_what_a_lost_origin_listed_can_be_forgotten() -> None:
 
 def test_a_stage_commits_all_tokens_or_fewer_at_last() -> None:
     end = StepEnd((ORIGIN,), 10)
-    assert [commits(end, tokens, 1) for tokens in (-1, 9, 10, 11)] == [False, False, True, False]
-    assert [commits(end, tokens, MAX_ATTEMPTS) for tokens in (-1, 9, 10, 11)] == [False, True, True, False]
+    lacking = partial(lacking_tokens, end)
+    assert [lacking(tokens, 1) for tokens in (-1, 9, 10, 11)] == [None, None, 0, None]
+    assert [lacking(tokens, MAX_ATTEMPTS) for tokens in (-1, 9, 10, 11)] == [None, 1, 0, None]
 
 
 def test_chains_follow_speed() -> None:
