@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,28 @@ def test_a_stage_without_a_copy_goes_on_or_says_why_not(
     }[victim]
     assert {each["event"] for each in told} == {event}
     assert text in str(told[0])
+
+
+@pytest.mark.thorough
+def test_a_third_of_the_workers_may_be_replaced(tmp_path: Path) -> None:
+    """The loss stays within 2 % of the job without changes."""
+    changes = {2: ("1.1", "1.7"), 4: ("0.2", "0.7"), 6: ("2.0", "2.7")}
+
+    def train_job(folder: Path, *, is_changing: bool) -> dict[int, float]:
+        def watch(name: str, event: dict[str, Any]) -> None:
+            is_end = is_changing and name == "0.0" and event["event"] == "round"
+            if is_end and event["round"] in changes:
+                left, new = changes[event["round"]]
+                leave = lab.workers[left].stop if left == "2.0" else partial(lab.crash, left)
+                asyncio.get_running_loop().call_soon(leave)
+                lab.start(new)
+
+        folder.mkdir()
+        lab = StageLab(folder, staged_job(folder, rounds=12, workers=3, least=1, stages=3), moves=True)
+        lab.wanted = watch
+        run(train(lab, *names(dict.fromkeys(range(3), 3))))
+        lab.check_books()
+        return lab.losses()
+
+    calm = train_job(tmp_path / "calm", is_changing=False)
+    assert train_job(tmp_path / "changing", is_changing=True) == pytest.approx(calm, rel=0.02)
