@@ -95,7 +95,7 @@ class ModelHosts:
         self.transport: Transport = CountingTransport(transport, self.traffic)
         self.timing = timing
         self.manifest = manifest
-        self._directory = directory
+        self.directory = directory
         self._announced = HostSample(directory, manifest, rng)
         self._sought: tuple[int, int] | None = None
         """Blocks [start, end) to look for at the next refresh, because some of them have no known
@@ -156,7 +156,7 @@ class ModelHosts:
     @property
     def swarm_id(self) -> bytes:
         """Id of the swarm, 32 bytes."""
-        return self._directory.swarm
+        return self.directory.swarm
 
     def new_session(self) -> bytes:
         """Return a random session id. The id is secret, because a host that knows it may link to

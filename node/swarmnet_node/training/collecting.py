@@ -1,5 +1,4 @@
-"""Collects the whole model of a job in stages from its workers, also on a machine that trains
-nothing.
+"""Collects the whole model of a job from its workers, also on a machine that trains nothing.
 
 1. ``fetch_stages`` downloads the state of one stage after another, by hash, and writes each stage's
    weights to a file. So memory holds one stage at a time.
@@ -45,15 +44,15 @@ async def fetch_stages(  # noqa: PLR0913 - a job, and how to reach its workers
     cache_dir: Path,
     progress: Progress,
 ) -> list[int]:
-    """Write the weights of each stage into ``folder``. Returns the revision of each stage.
+    """Write the weights of each stage into ``folder``. Returns the revision of each stage. A job
+    without stages has one.
 
     Raises ``Unreachable`` if a stage has no worker, and ``IntegrityError`` if its workers send
     another state than they announce.
     """
     revisions = []
     for stage, group in enumerate(groups(job_id, job.stage_count)):
-        is_folded = job.stages is not None and job.stages.subspace is not None
-        model: Any = (build_stage if is_folded else empty_stage)(job, stage, cache_dir)
+        model = _shapes(job, stage, cache_dir)
         count = sum(each.numel() for _, each in trained_parameters(model))
         data = await _fetch(transport, directory, stage, group, max_state_bytes(count), progress)
         state = SharedState.unpack(data)
@@ -64,13 +63,22 @@ async def fetch_stages(  # noqa: PLR0913 - a job, and how to reach its workers
     return revisions
 
 
+def _shapes(job: Job, stage: int, cache_dir: Path) -> Any:
+    """Return a stage, or the whole model of a job without stages. Only a stage in a subspace needs
+    its initial weights."""
+    if job.stages is None:
+        return build_whole(model_config(job.model, cache_dir)).empty().requires_grad_(True)
+    return (empty_stage if job.stages.subspace is None else build_stage)(job, stage, cache_dir)
+
+
 def _named(model: Any, parameters: Tensor) -> dict[str, Tensor]:
     """Return the weights of a stage by their names in the whole model."""
     named, done = {}, 0
     for name, parameter in trained_parameters(model):
         named[name] = parameters[done : done + parameter.numel()].view(parameter.shape)
         done += parameter.numel()
-    found = named if model.subspace is None else model.subspace.fold(named)
+    subspace = getattr(model, "subspace", None)
+    found = named if subspace is None else subspace.fold(named)
     return {name: each.contiguous() for name, each in found.items()}
 
 

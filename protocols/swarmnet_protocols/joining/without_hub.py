@@ -26,30 +26,33 @@ def resolve_in_swarm(
     """Return the model with this name. ``max_disk_bytes`` is as for ``resolve``.
 
     If the hub does not answer or lacks the model, peers send its outline. The swarm file names the
-    model, or else peers announce a model under this name. ``enter`` enters the swarm. Do not call
-    this on a thread with a running loop. Raises what ``resolve``, ``enter`` and ``connect`` raise.
+    model, or else peers announce a model under this name, or revisions of a job with this name or
+    id. Of these, the newest is returned. ``enter`` enters the swarm. Do not call this on a thread
+    with a running loop. Raises what ``resolve``, ``enter`` and ``connect`` raise.
     """
     from swarmnet_protocols.models import resolve
 
-    find = partial(resolve, name, cache_dir=cache_dir, progress=progress, max_disk_bytes=max_disk_bytes)
+    find = partial(resolve, cache_dir=cache_dir, progress=progress, max_disk_bytes=max_disk_bytes)
     try:
-        return find()
+        return find(name)
     except (ConfigError, Unreachable):
         network = enter()
         if name not in network.rules.names and is_path(name):
             raise
-        if not asyncio.run(_fetch(name, network, cache_dir)):
+        found = asyncio.run(_fetch(name, network, cache_dir))
+        if found is None:
             raise
-    return find()
+    return find(found)
 
 
-async def _fetch(name: str, network: Network, cache_dir: Path) -> bool:
-    """Fetch the outline of a model from peers. Return whether the swarm knows the name.
+async def _fetch(name: str, network: Network, cache_dir: Path) -> str | None:
+    """Fetch the outline of a model from peers. Return its name there; None if the swarm knows none.
 
     Raises ``Unreachable`` if it does, and no peer has the outline.
     """
     from swarmnet_protocols.directory.catalog import announced_model
     from swarmnet_protocols.directory.host_announcements import read_hosts
+    from swarmnet_protocols.directory.revisions import announced_revision
     from swarmnet_protocols.fetching.peers import SwarmPeers
     from swarmnet_protocols.models.outline import fetch_outline
     from swarmnet_protocols.timing import Timing
@@ -60,12 +63,15 @@ async def _fetch(name: str, network: Network, cache_dir: Path) -> bool:
             transport, directory = await stack.enter_async_context(connect(network, client_mode=True))
         except Unreachable:
             if listed is None:
-                return False
+                return None
             raise
         model = listed or await announced_model(directory, name)
         if model is None:
-            return False
+            revision = await announced_revision(directory, name)
+            if revision is None:
+                return None
+            name, model = revision.name, revision.manifest
         peers = SwarmPeers(network.rules.pieces_hashes, Timing(), network.rules.models)
         peers.attach(transport, partial(read_hosts, directory))
         await fetch_outline(peers, name, model, cache_dir)
-    return True
+    return name

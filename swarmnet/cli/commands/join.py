@@ -201,11 +201,29 @@ class ForegroundOptions:
     stop_on_eof: StopOnEofFlag = False
 
 
-def join(
+def join(  # noqa: PLR0913 - a command line, not an interface
     swarm: OptionalSwarmArgument = None,
     *,
     options: NodeOptions,
     foreground: ForegroundOptions,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            "--job",
+            metavar="JOB",
+            help="Host what the workers of this training job have learned so far: `swarmnet run JOB` asks it.",
+            show_default=False,
+        ),
+    ] = None,
+    refresh_s: Annotated[
+        int,
+        typer.Option(
+            "--refresh",
+            metavar="TIME",
+            help="With --job: host a newer revision after this time, when no session is open.",
+        ),
+        From(str, units.parse_duration_s, "10m"),
+    ],
     metrics: MetricsOption = None,
     dashboard: Annotated[
         tuple[str, int] | None,
@@ -233,6 +251,7 @@ def join(
       swarmnet join lab/swarm.toml --num-blocks 10
       swarmnet join invite.txt --max-ram 8GiB --up 20mbit --schedule "mon-fri 19:00-07:00"
       swarmnet join lab --issuer lab/authority.key    also admit members
+      swarmnet join lab --job my-job                  what a job has learned so far
     """
     options.check()
     page = node_page(dashboard, dashboard_key_file) if dashboard is not None else None
@@ -245,7 +264,24 @@ def join(
             note(f"ask it with `swarmnet run {options.model} --swarm {entry.file.name}`")
     else:
         entry = enter(swarm, options.data_dir, options.bootstrap)
-    host(entry, options, foreground, metrics=metrics, page=page)
+    if job is None:
+        host(entry, options, foreground, metrics=metrics, page=page)
+        return
+    from swarmnet.cli.training.served_job import ServedJob
+
+    with locked_data_dir(options.data_dir) as directory:
+        pass
+    served, is_first = ServedJob(entry, job, directory, options.cache_dir, refresh_s), True
+    while is_first or served.is_outdated:
+        host(
+            entry,
+            replace(options, model=served.model(as_json=foreground.as_json), keep_model=True),
+            foreground,
+            metrics=metrics,
+            page=page,
+            companion=served.end_when_outdated,
+        )
+        is_first = False
 
 
 def host(  # noqa: PLR0913 - what a node needs, and what runs with it

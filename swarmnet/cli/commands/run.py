@@ -32,13 +32,10 @@ from swarmnet.cli.output import progress
 from swarmnet.paths import default_history
 from swarmnet.resident import Resident, find, model_id
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.machine import lean_imports
 from swarmnet_protocols.machine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
     from swarmnet_protocols.joining.network import Network
-    from swarmnet_protocols.models import Progress
-    from swarmnet_protocols.models.local_model import LocalModel
 
 
 def run(  # noqa: PLR0913 - a command line, not an interface
@@ -125,6 +122,9 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
 ) -> None:
     """Answer a prompt, or chat, with a model that runs on the swarm.
+
+    A model may be a training job: its name, its id or its job file. The newest revision that hosts
+    serve then answers (`swarmnet join SWARM --job JOB`).
 
     Without PROMPT, run reads stdin, or starts a chat if stdin is a terminal (type /help there).
 
@@ -226,7 +226,7 @@ def open_answerer(
         from swarmnet_client.model.load_options import LoadOptions, memory_notice
 
         load = LoadOptions.picked(only_generates=True, **options)
-        local = _resolved(name, network, client, report)
+        local = client.resolve(name, network, report)
         if text := memory_notice(local, load):
             screen.notice(text)
 
@@ -249,21 +249,8 @@ def _open_endpoint(
     """Return a model that ``resident`` runs. Its tokenizer is loaded here."""
     with progress(quiet=screen.as_json) as report:
         report("reading the tokenizer", 0, None)
-        local = _resolved(name, network, client, report)
+        local = client.resolve(name, network, report)
         return nullcontext(EndpointAnswerer(resident, local.vocabulary(), local.max_positions))
-
-
-def _resolved(name: str, network: "Network", client: ClientOptions, report: "Progress") -> "LocalModel":
-    from swarmnet_protocols.joining.without_hub import resolve_in_swarm
-
-    lean_imports.use()
-    return resolve_in_swarm(
-        name,
-        lambda: network,
-        cache_dir=client.cache_dir,
-        progress=report,
-        max_disk_bytes=client.max_disk_bytes,
-    )
 
 
 @contextmanager

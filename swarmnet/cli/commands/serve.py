@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,6 @@ from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, NetworkStopped
 from swarmnet_protocols.joining.network import Network
-from swarmnet_protocols.machine import lean_imports
 from swarmnet_protocols.machine.platform import allow_open_files
 from swarmnet_protocols.models import DEFAULT_MODEL
 
@@ -145,7 +144,6 @@ def serve(
     key.
     """
     from swarmnet.web.server import listen
-    from swarmnet_protocols.joining.without_hub import resolve_in_swarm
     from swarmnet_protocols.models.text.chat_template import prepare_rendering
 
     check_draft(options.draft, speculate=options.speculate)
@@ -153,18 +151,13 @@ def serve(
     access = options.access(own_key)
     listen(options.host, options.port).close()  # reports an address in use before the swarm is searched
     network = client.network(swarm)
-    with progress(quiet=options.as_json) as report:
-        lean_imports.use()
-        local = resolve_in_swarm(
-            model,
-            lambda: network,
-            cache_dir=client.cache_dir,
-            progress=report,
-            max_disk_bytes=client.max_disk_bytes,
-        )
     prepare_rendering()
     allow_open_files(MAX_FILES)
-    run_until_stopped(_serve(local, network, access, options, own_key))
+    is_outdated = True
+    while is_outdated:
+        with progress(quiet=options.as_json) as report:
+            local = client.resolve(model, network, report)
+        is_outdated = run_until_stopped(_serve(local, network, access, options, own_key))
 
 
 def check_origin(text: str) -> str:
@@ -251,7 +244,10 @@ async def _endpoint(
 
 async def _serve(
     local: "LocalModel", network: Network, access: "AccessPolicy", options: EndpointOptions, own_key: str
-) -> None:
+) -> bool:
+    """Serve until the user stops it, or hosts announce a newer revision of a job. Return whether
+    they do."""
+    from swarmnet_protocols.directory.revisions import newer_revision
     from swarmnet_protocols.machine.aio import race
 
     interrupts = Interrupts.catch()
@@ -261,11 +257,16 @@ async def _serve(
     async with _endpoint(local, network, access, options, own_key) as (gateway, endpoint, hosts):
         interrupts.first = stop.set
         _announce(endpoint.url, gateway.model, access, as_json=options.as_json)
-        await race(stop.wait(), hosts.transport.died(), endpoint.failed())
+        newer = asyncio.create_task(newer_revision(hosts.directory, local.name), name="newer revision")
+        ends: list[Awaitable[object]] = [stop.wait(), hosts.transport.died(), endpoint.failed(), newer]
+        await race(*ends)
+        is_outdated = not newer.cancelled() and not stop.is_set()
         notify_stopping()
-        if not stop.is_set():
+        if not stop.is_set() and not is_outdated:
             raise NetworkStopped
         draining = "stopping: running answers are finished; Ctrl-C again stops at once"
+        if is_outdated:
+            draining = f"a newer revision than {local.name} is served: running answers are finished"
         say({"event": "draining"}, draining, as_json=options.as_json)
         try:
             async with asyncio.timeout(DRAIN_S):
@@ -273,7 +274,9 @@ async def _serve(
         except TimeoutError:
             cut_off = f"answers still ran after {DRAIN_S:g} s; they are cut off"
             say({"event": "cut_off"}, cut_off, as_json=options.as_json)
-    say({"event": "stopped"}, "stopped", as_json=options.as_json)
+    if not is_outdated:
+        say({"event": "stopped"}, "stopped", as_json=options.as_json)
+    return is_outdated
 
 
 def node_endpoint(

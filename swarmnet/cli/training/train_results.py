@@ -2,9 +2,8 @@
 
 import asyncio
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +24,9 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models import Progress
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.training.job_settings import Job
 
 
 def export(  # noqa: PLR0913 - a command line, not an interface
@@ -58,23 +60,19 @@ def export(  # noqa: PLR0913 - a command line, not an interface
         from swarmnet_node.training.checkpoint import export_model
         from swarmnet_protocols.training.job_settings import BYTES
 
-        collect: Callable[[Path], None] | None = None
+        network = None
         if swarm is None:
             job = job_here(job, data_dir)
         else:
             network = client_network(swarm, bootstrap, data_dir)
             job = newest_job(data_dir) if job is None else job
             job = asyncio.run(fetch_named(network, data_dir, job, find_here(job, data_dir)))
-            if _has_stages(data_dir, job):
-
-                def collect(folder: Path) -> None:
-                    revisions.extend(
-                        asyncio.run(_collect(network, data_dir, str(job), folder, cache_dir, report))
-                    )
-
-        exported = export_model(
-            data_dir, job, out, cache_dir=cache_dir, overwrite=force, progress=report, collect=collect
-        )
+        if network is not None and _has_stages(data_dir, job):
+            exported, revisions = collect_model(
+                network, data_dir, job, out, cache_dir, report, overwrite=force
+            )
+        else:
+            exported = export_model(data_dir, job, out, cache_dir=cache_dir, overwrite=force, progress=report)
     tokenizer, base = exported.data.tokenizer, exported.model.checkpoint or ""
     if as_json:
         print_json({"job": job, "path": str(out), "tokenizer": tokenizer})
@@ -97,6 +95,31 @@ def _has_stages(data_dir: Path, job: str) -> bool:
     from swarmnet_node.training.job_store import load_stored_job
 
     return load_stored_job(data_dir, job)[0].job.stages is not None
+
+
+def collect_model(  # noqa: PLR0913 - a job, how to reach its workers, and where its model goes
+    network: Network,
+    data_dir: Path,
+    job: str,
+    out: Path,
+    cache_dir: Path,
+    progress: Progress,
+    *,
+    overwrite: bool = False,
+) -> "tuple[Job, list[int]]":
+    """Write the present model of a job's workers into ``out``. Return the job with the local paths
+    of its files, and the revision of each stage."""
+    from swarmnet_node.training.checkpoint import export_model
+
+    revisions: list[int] = []
+
+    def collect(folder: Path) -> None:
+        revisions.extend(asyncio.run(_collect(network, data_dir, job, folder, cache_dir, progress)))
+
+    exported = export_model(
+        data_dir, job, out, cache_dir=cache_dir, overwrite=overwrite, progress=progress, collect=collect
+    )
+    return exported, revisions
 
 
 async def _collect(

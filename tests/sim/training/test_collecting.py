@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from swarmnet_node.training.collecting import fetch_stages, write_collected
 from swarmnet_node.training.shared_state import SharedState
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
+from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.net.identity import Identity
@@ -41,8 +42,10 @@ def collect(job: Job, stages: int, folder: Path) -> list[int]:
         network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.01, bytes_per_s=1e7))
         board = MemoryBoard(network, lambda: EPOCH + asyncio.get_running_loop().time())
         async with AsyncExitStack() as stack:
-            for stage, group in enumerate(groups(JOB, STAGES)[:stages]):
-                trainer = StageTrainer.open(job, stage, TrainingMachine(folder / "cache", 1 << 30))
+            machine = TrainingMachine(folder / "cache", 1 << 30)
+            for stage, group in enumerate(groups(JOB, job.stage_count)[:stages]):
+                staged = job.stages is not None
+                trainer = StageTrainer.open(job, stage, machine) if staged else Trainer.open(job, machine)
                 identity = Identity.from_seed(str(stage).encode())
                 transport = await stack.enter_async_context(network.transport(identity.peer_id))
                 server = StateServer(transport, bytes.fromhex(group), Timing())
@@ -70,6 +73,16 @@ def collect(job: Job, stages: int, folder: Path) -> list[int]:
             )
 
     return run(main())
+
+
+def test_a_model_without_stages_is_collected(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path)
+    assert collect(job, 1, tmp_path) == [7]
+    write_collected(job, tmp_path, tmp_path / "model", tmp_path / "cache")
+    found = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
+    expected = dict(tiny_trainer(tmp_path)._model.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(each, expected[name]) for name, each in found.items())
 
 
 def test_the_collected_model_is_that_of_all_stages(tmp_path: Path) -> None:

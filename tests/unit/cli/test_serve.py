@@ -26,7 +26,7 @@ def idle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     @asynccontextmanager
     async def hosts(*_: object) -> AsyncIterator[Any]:
-        yield SimpleNamespace(transport=SimpleNamespace(died=asyncio.Event().wait))
+        yield SimpleNamespace(directory=None, transport=SimpleNamespace(died=asyncio.Event().wait))
 
     @asynccontextmanager
     async def served(*_: object, **__: object) -> AsyncIterator[Any]:
