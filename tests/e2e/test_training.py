@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from swarmnet.cli import execute
@@ -20,12 +21,44 @@ from swarmnet_protocols.net.protocol_ids import TRAINING
 from tests.support.attacks.strangers import GROWTH_BYTES, run_stranger, send_garbage, send_oversized
 from tests.support.house.doc_blocks import code_blocks
 from tests.support.processes.commands import call
+from tests.support.processes.nodes import Swarm
 from tests.support.processes.worker_processes import WorkerProcess, bootstrap, create_job, workers
+from tests.support.swarm.generation import greedy
+from tests.support.swarm.tiny_swarm import load_tiny
 from tests.support.training.stages import staged_job
+from tests.support.training.tuning_rows import write_rows
 from tests.support.training.workers import write_job
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 100_000
+ADAPTER_JOB = """
+[job]
+name = "mine"
+rounds = 2
+[model]
+checkpoint = "{model}"
+train = "lora"
+rank = 4
+targets = ["q_proj", "v_proj"]
+[data]
+source = "own"
+format = "jsonl"
+tokenizer = "{model}"
+sequence_length = 16
+validation = 0.3
+[training]
+batch_size = 2
+learning_rate = 0.05
+[method]
+name = "diloco"
+sync_every = 2
+[exchange]
+min_workers = 2
+deadline_s = 15
+[eval]
+every_rounds = 1
+batches = 2
+"""
 
 
 @pytest.mark.slow
@@ -128,6 +161,52 @@ def test_stages_train_on_while_a_worker_is_killed(tmp_path: Path) -> None:
     finally:
         for worker in running.values():
             worker.kill()
+
+
+@pytest.mark.slow
+def test_an_adapter_of_own_data_answers_in_the_swarm(tmp_path: Path, cache_dir: Path) -> None:
+    """Two workers with different files train an adapter of a hosted model."""
+    reference = load_tiny(tmp_path)
+    lab = Swarm(tmp_path / "lab", cache_dir, model=str(tmp_path / "model"))
+    (tmp_path / "job.toml").write_text(ADAPTER_JOB.format(model=lab.model))
+    out, made = tmp_path / "adapter", ("--data-dir", str(lab.directory / "anna"))
+    running = []
+    try:
+        _ = lab.launch("host").ready
+        where = (
+            "--swarm",
+            str(lab.file),
+            *lab.bootstrap_options,
+            "--cache-dir",
+            str(lab.directory / "cache"),
+        )
+        job = call("train", "create", str(tmp_path / "job.toml"), *where, *made)["job"]
+        for name, first in (("anna", 10), ("boris", 50)):
+            rows = [
+                {"prompt": f"w{first + n} w{n}", "completion": f" w{n + 1} w{first} w{n + 2}"}
+                for n in range(40)
+            ]
+            data = write_rows(tmp_path / f"{name}.jsonl", rows)
+            own = ("--data", str(data), "--model", lab.model)
+            running.append(WorkerProcess(lab.directory, name, job, lab.bootstrap, options=own))
+        for worker in running:
+            evaluated = worker.wait("eval", round=1)
+            assert evaluated["val_loss"] > 0
+            assert evaluated["tokens"] > 0
+            assert worker.wait("round", round=1)["workers"] == 2
+            worker.wait("done")
+            assert worker.process.wait(30) == 0
+        call("train", "export", job, "--out", str(out), *made, *where[-2:])
+        prompt = "w50 w7"
+        answer = call("run", lab.model, prompt, "--raw", "-n", "6", "--adapter", str(out), *where)
+    finally:
+        for worker in running:
+            worker.kill()
+        lab.close()
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(lab.model), out)
+    assert any(weights.any() for name, weights in plain.named_parameters() if "lora_B" in name)
+    (expected,) = greedy(plain, [reference.local.tokenizer()(prompt).input_ids], 6)
+    assert answer["token_ids"] == expected[: len(answer["token_ids"])]
 
 
 @pytest.mark.slow
