@@ -292,16 +292,16 @@ class ResponsesWriter(AnswerWriter):
 
     # ---- events ---------------------------------------------------------------------------------
 
-    def _part_event(self, name: str, **fields: Any) -> bytes:
+    def _part_event(self, name: str, /, **fields: Any) -> bytes:
         return self._item_event(name, content_index=0, **fields)
 
-    def _item_event(self, name: str, **fields: Any) -> bytes:
+    def _item_event(self, name: str, /, **fields: Any) -> bytes:
         return self._index_event(name, item_id=self._item["id"], **fields)
 
-    def _index_event(self, name: str, **fields: Any) -> bytes:
+    def _index_event(self, name: str, /, **fields: Any) -> bytes:
         return self._event(name, output_index=len(self._items), **fields)
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         self._number += 1
         return server_sent({"type": name, "sequence_number": self._number - 1, **fields}, name)
 
