@@ -167,6 +167,8 @@ class Matchmaking:
 
         They learnt this worker's position, and may have to fetch its state first.
         """
+        self._others: Sequence[RoundMember] = ()
+        """The workers believed to be alive in this round."""
         self._forwarded: frozenset[PeerId] = frozenset()
         """The followers whose requests this worker has forwarded. They stay with this worker."""
         self._bits = 0
@@ -212,6 +214,7 @@ class Matchmaking:
         full = len(self._book.addresses) >= self._max_members
         others = [each for each in others if not full or each.peer in self._book.addresses]
         others.sort(key=lambda member: member.peer)
+        self._others = others
         self._bits = max(0, math.ceil(math.log2((len(others) + 1) / MAX_MEMBERS)))
         near = [each for each in others if self._is_near(each.peer)]
         far = [each for each in others if not self._is_near(each.peer)]
@@ -266,14 +269,19 @@ class Matchmaking:
         await self.positions(self._rng.sample(others, min(PROBES, len(others))))
 
     async def positions(
-        self, members: Sequence[RoundMember], *, leading: bool = False
+        self,
+        members: Sequence[RoundMember],
+        *,
+        leading: bool = False,
+        full: set[PeerId] | None = None,
     ) -> dict[PeerId, WorkerPosition]:
         """Return the positions of the ``members`` that answer.
 
         ``leading``: tell them that this worker leads, and at which position. Raises ``NoPlace`` if
-        most of them say that the job has enough workers.
+        most of them say that the job has enough workers. ``full``: gets the members that say so.
         """
-        request, full = pb.MatchmakingRequest(job=self._job), list[PeerId]()
+        request = pb.MatchmakingRequest(job=self._job)
+        full = set() if full is None else full
         if leading:
             request.round, request.state = self.position.round, self.position.state
 
@@ -289,7 +297,7 @@ class Matchmaking:
                     round_trip_s = asyncio.get_running_loop().time() - sent_s
                     self._own.measured(member.peer, place, round_trip_s / 2)
                 if reply.position.full:
-                    full.append(member.peer)
+                    full.add(member.peer)
                 if reply.position.HasField("leader"):
                     await self._hear_of(member_from_wire(reply.position.leader))
                 return WorkerPosition(reply.position.round, reply.position.state)
@@ -297,7 +305,7 @@ class Matchmaking:
 
         answers = zip(members, await all_of(*map(probe, members)), strict=True)
         found = {member.peer: position for member, position in answers if position is not None}
-        if leading and 2 * len(full) > len(found):
+        if leading and 2 * len(full) > len(found) + len(self._followers):
             raise NoPlace(self._max_members)
         return found
 
@@ -315,10 +323,23 @@ class Matchmaking:
                 if elsewhere.position.round >= self.position.round:
                     raise
             except NoPlace:
-                raise
+                if await self._is_full(member.peer):
+                    raise
+                _log.debug("round %d: only %s says that the job is full", self.position.round, member.peer)
             except SwarmnetError as error:
                 _log.debug("round %d: does not follow %s: %s", self.position.round, member.peer, error)
         return None
+
+    async def _is_full(self, peer: PeerId) -> bool:
+        """Return whether most workers say that the job has enough, after ``peer`` has said so.
+
+        Only a few of many are asked.
+        """
+        others = [each for each in self._others if each.peer != peer]
+        asked = self._rng.sample(others, min(PROBES, len(others)))
+        full: set[PeerId] = set()
+        found = await self.positions(asked, full=full)
+        return 2 * (len(full) + 1) > len(found) + 1
 
     async def _follow(self, member: RoundMember, mine: JoinRequest) -> Roster:
         """Follow ``member``, or the leader that it follows itself."""

@@ -72,6 +72,22 @@ def test_of_two_leaders_the_lower_peer_id_gets_both_groups() -> None:
     simulate(4, scenario)
 
 
+async def believe_one(*_: object) -> bool:
+    return True
+
+
+@defence("one worker cannot say that a job is full", off=replacing(Matchmaking, "_is_full", believe_one))
+def test_one_worker_cannot_close_a_job() -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        liar, *honest = workers
+        await liar.matchmaking.set_position(AT_START)
+        liar.matchmaking._has_no_place = lambda _: True  # type: ignore[method-assign]
+        rosters = await asyncio.gather(*(worker.gather(workers) for worker in honest))
+        assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in honest]] * 3
+
+    simulate(4, scenario)
+
+
 @defence(
     "a leader does not wait long for a worker at another round",
     off=replacing(matchmaking, "ELSEWHERE_S", 1e9),

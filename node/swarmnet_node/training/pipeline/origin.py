@@ -36,7 +36,12 @@ from swarmnet_protocols.net.protocol_ids import STEP
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.training.pipeline.audits import Accusations, audited_share, is_odd
 from swarmnet_protocols.training.pipeline.chains import Chains
-from swarmnet_protocols.training.pipeline.ledger import MicrobatchLedger, StepEnd
+from swarmnet_protocols.training.pipeline.ledger import (
+    ELECTORS,
+    MicrobatchLedger,
+    StepEnd,
+    electors,
+)
 from swarmnet_protocols.training.pipeline.microbatches import (
     Microbatch,
     MicrobatchClient,
@@ -67,9 +72,9 @@ are about to start. With more, a job stands still in silence."""
 RETELL_S = 2.0
 """Seconds until a worker that failed is told the end of a round again. With less, dead workers are
 dialled often. With more, a worker that comes back waits for longer."""
-TELLERS = 2
-"""Origins that tell the end of a round to a worker without a microbatch. With one, a worker whose
-origin fails falls behind."""
+TELLERS = 2 * ELECTORS - 1
+"""Origins that tell the end of a round to a worker without a microbatch. With fewer, a worker falls
+behind when two of its electors fail at once."""
 
 
 class _Step:
@@ -135,6 +140,8 @@ class MicrobatchOrigin:
         self._job = job
         self._standing = standing
         self._accusations = Accusations()
+        self._electors: tuple[PeerId, ...] = ()
+        """The origins that counted in the last round."""
         self._batch = batch
         self._workers = job.workers
         self._passes = passes
@@ -173,11 +180,14 @@ class MicrobatchOrigin:
         step = self._steps.setdefault(round, _Step(round, 0))
         step.end = end
         await self._workers.refresh()
-        origins = len(self._workers.of(0)) + 1
+        me = self._job.transport.peer_id
+        origins = self._electors or {me, *self._workers.of(0)}
         for stage in range(1, self._job.stages):
-            for place, peer in enumerate(sorted(self._workers.of(stage))):
-                if (place - step.slot) % origins < TELLERS:
+            for peer in self._workers.of(stage):
+                if me in electors(round, peer, origins, TELLERS):
                     self._tell(step, stage, peer)
+        if step.has_books:
+            self._electors = end.origins or self._electors
         await step.notify()
 
     async def evaluate(self, round: int, place: int, origins: int, most_s: float) -> tuple[float, int] | None:

@@ -33,7 +33,13 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
 from swarmnet_protocols.training.jobs import SealedJob
-from swarmnet_protocols.training.pipeline.ledger import Accounts, StepEnd, lacking_tokens
+from swarmnet_protocols.training.pipeline.ledger import (
+    ELECTORS,
+    Accounts,
+    StepEnd,
+    electors,
+    lacking_tokens,
+)
 from swarmnet_protocols.training.pipeline.microbatches import (
     EVALUATED,
     Microbatch,
@@ -108,6 +114,8 @@ class Pipeline:
         self._round = 0
         self._kept: dict[MicrobatchId, KeptMicrobatch] = {}
         self._accounts: dict[int, Accounts] = {}
+        self._origins: frozenset[PeerId] = frozenset()
+        """The origins that counted in the last round that this worker's stage committed."""
         self._attempts: dict[int, tuple[PeerId, ...]] = {}
         """The contributors of the last exchange of a round that was not committed."""
         self._settled: dict[MicrobatchId, int] | None = None
@@ -260,13 +268,15 @@ class Pipeline:
                 return False
             return accounts.counted(round) != self._settled
 
-        async with self._news:
-            if self._settled is None:
-                await self._news.wait_for(lambda: is_news() or may_leave())
-            else:  # an exchange of this round lacked microbatches
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(NEWS_S):
-                        await self._news.wait_for(lambda: is_news() or may_leave())
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NEWS_S), self._news:
+                    await self._news.wait_for(lambda: is_news() or may_leave())
+                    break
+            if self._settled is not None:  # an exchange of this round lacked microbatches
+                break
+            await self._workers.refresh()
+            self._choose_electors(round)
         if may_leave():
             return False
         self._settled = self._accounts[round].counted(round)
@@ -327,6 +337,20 @@ class Pipeline:
         place = sorted(contributors).index(me)
         return await self._origin.evaluate(round, place, len(contributors), most_s)
 
+    def _accounts_of(self, round: int) -> Accounts:
+        """Return what origins told about a round, from their first word on."""
+        if round not in self._accounts:
+            self._accounts[round] = Accounts()
+            self._choose_electors(round)
+        return self._accounts[round]
+
+    def _choose_electors(self, round: int) -> None:
+        """Let origins vote that counted in the last round and have not left."""
+        if round in self._accounts:
+            present = self._origins & self._workers.of(0).keys()
+            me = self._job.transport.peer_id
+            self._accounts[round].electors = frozenset(electors(round, me, present, ELECTORS))
+
     def is_discarded(self, round: int) -> bool:
         """Return whether stage 0 has discarded a round. Then every stage discards it."""
         end = self._accounts[round].end() if round in self._accounts else None
@@ -349,6 +373,7 @@ class Pipeline:
         attempt = exchange_number - round * EXCHANGES_PER_ROUND
         tokens = outcome.tokens if outcome.average is not None else -1.0
         if end_here is not None and (lacking := lacking_tokens(end_here, tokens, attempt)) is not None:
+            self._origins = frozenset(end_here.origins) or self._origins
             return lacking
         if end_here is not None and tokens > end_here.tokens:
             self._accounts[round].forget_lost()
@@ -576,8 +601,7 @@ class Pipeline:
             await self._note_end(stream, round)
         while True:
             if round >= self._round:
-                accounts = self._accounts.setdefault(round, Accounts())
-                accounts.list(origin, listed)
+                self._accounts_of(round).list(origin, listed)
                 missing = [number for number in listed if not self._has(MicrobatchId(round, origin, number))]
                 excluded = sorted(self._standing.excluded.keys() & self._workers.of(self._stage).keys())
                 await stream.send(pb.StepReply(listed=pb.Listed(missing=missing, excluded=excluded)))
@@ -585,7 +609,7 @@ class Pipeline:
             request, _ = await stream.receive()
             while request.HasField("end"):
                 if round >= self._round:
-                    self._accounts.setdefault(round, Accounts()).ends[origin] = end_from_wire(request.end)
+                    self._accounts_of(round).ends[origin] = end_from_wire(request.end)
                     await self._notify()
                 request, _ = await stream.receive()
             listed = self._listing(request.listing)

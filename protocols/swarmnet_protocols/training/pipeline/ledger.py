@@ -9,10 +9,14 @@ microbatches, so none is lost.
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.pipeline.microbatches import MicrobatchId
 
+ELECTORS = 3
+"""Origins whose word on the end of a round counts at a worker: two of them decide. With one, an
+origin that lies decides alone. With more, origins hold more conversations."""
 MAX_ATTEMPTS = 8
 """Exchanges of a stage in one round. The last one commits what it has, because a stage that waits
 for a lost microbatch for ever trains nothing."""
@@ -69,6 +73,20 @@ class StepEnd:
     tokens: int
 
 
+def electors(round: int, worker: PeerId, origins: Collection[PeerId], most: int) -> list[PeerId]:
+    """Return at most ``most`` origins that tell a worker how a round ended, in the same order for
+    all.
+
+    ``origins``: those that counted in the last round. Nobody else has a vote, so invented workers
+    have none, and no origin chooses whom it tells.
+    """
+
+    def place(origin: PeerId) -> bytes:
+        return sha256(f"{round}/{worker}/{origin}".encode()).digest()
+
+    return sorted(origins, key=place)[:most]
+
+
 @dataclass
 class Accounts:
     """Lists and ends of one round, as its origins told them to one worker."""
@@ -76,6 +94,9 @@ class Accounts:
     lists: dict[PeerId, dict[int, int]] = field(default_factory=dict)
     """Origin → microbatch → predicted tokens."""
     ends: dict[PeerId, StepEnd] = field(default_factory=dict)
+    electors: frozenset[PeerId] = frozenset()
+    """The origins whose word on the end counts (``electors``). Empty until one round has ended
+    here."""
     lost: set[PeerId] = field(default_factory=set)
     """Origins whose conversation broke. They may list their microbatches elsewhere now."""
 
@@ -90,9 +111,14 @@ class Accounts:
             self.lists.pop(origin, None)
 
     def end(self) -> StepEnd | None:
-        """Return the end that most origins report, or None."""
-        votes = Counter(self.ends.values())
-        return min(votes, key=lambda end: (-votes[end], end.origins, end.tokens)) if votes else None
+        """Return the end that half of the electors or more report, or None.
+
+        Without electors, return the end that most origins report.
+        """
+        electors = self.electors or self.ends.keys()
+        votes = Counter(end for origin, end in self.ends.items() if origin in electors)
+        best = min(votes, key=lambda end: (-votes[end], end.origins, end.tokens), default=None)
+        return best if best is not None and 2 * votes[best] >= len(self.electors) else None
 
     def counted(self, round: int) -> dict[MicrobatchId, int]:
         """Return the microbatches that count here, with their tokens. Empty before the end."""

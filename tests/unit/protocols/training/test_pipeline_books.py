@@ -17,6 +17,7 @@ from swarmnet_protocols.training.pipeline.ledger import (
     Accounts,
     MicrobatchLedger,
     StepEnd,
+    electors,
     lacking_tokens,
 )
 from swarmnet_protocols.training.pipeline.lost_stages import job_round, newest_copy
@@ -175,6 +176,31 @@ def test_a_worker_counts_what_counting_origins_list() -> None:
     }
     assert accounts.end() == StepEnd((ORIGIN,), 10)
     assert accounts.counted(7) == {MicrobatchId(7, ORIGIN, 0): 10}
+
+
+def believe_anybody(patch: Patch) -> None:
+    patch.setattr(Accounts, "electors", property(lambda _: frozenset(), lambda *_: None))
+
+
+@defence("one origin that lies does not end a round", off=believe_anybody)
+def test_two_of_three_electors_end_a_round() -> None:
+    end, false = StepEnd((ORIGIN, FIRST), 10), StepEnd((), 0)
+    accounts = Accounts(electors=frozenset((ORIGIN, FIRST, SECOND)))
+    accounts.ends[SECOND] = false
+    accounts.ends[OTHER] = false  # nobody's elector
+    assert accounts.end() is None
+    accounts.ends[ORIGIN] = end
+    assert accounts.end() is None
+    accounts.ends[FIRST] = end
+    assert accounts.end() == end
+
+
+def test_no_origin_chooses_whom_it_tells_the_end() -> None:
+    origins = [ORIGIN, FIRST, SECOND, OTHER]
+    told = [electors(round, OTHER, origins, 2) for round in range(200)]
+    assert told == [electors(round, OTHER, origins[::-1], 2) for round in range(200)]
+    counts = Counter(peer for each in told for peer in each)
+    assert all(70 < counts[peer] < 130 for peer in origins)
 
 
 def test_what_a_lost_origin_listed_can_be_forgotten() -> None:
