@@ -63,6 +63,18 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
     return f"%json {json.dumps(guided)}"
 
 
+def check_choice(chat: ChatPrompt) -> None:
+    """Raise ``BadGrammar`` if an answer must call a tool that is not given, or two have one
+    name."""
+    names = [tool.name for tool in chat.tools]
+    if chat.choice.name and chat.choice.name not in names:
+        raise BadGrammar(f"there is no tool {chat.choice.name[:64]!r} among the tools")
+    if chat.choice.mode == "required" and not names:
+        raise BadGrammar("a required call needs tools")
+    if len(set(names)) < len(names):
+        raise BadGrammar("two tools have the same name")
+
+
 def is_free(chat: ChatPrompt, output: OutputFormat | None, form: AnswerForm) -> bool:
     """Return whether every answer to a chat is fine, so that it needs no grammar."""
     has_budget = chat.reasoning.budget is not None and bool(form.think[1])

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from swarmnet.gateway.errors import ApiError
-from swarmnet.gateway.generation.answer_grammars import Literals, answer_grammar, is_free
+from swarmnet.gateway.generation.answer_grammars import Literals, answer_grammar, check_choice, is_free
 from swarmnet.gateway.generation.answer_reader import AnswerReader
 from swarmnet.gateway.generation.requests import ChatPrompt, OutputFormat, Tool
 from swarmnet.gateway.generation.template_inputs import (
@@ -79,6 +79,8 @@ class PromptTokenizer:
     def __init__(self, served: BatchedModel) -> None:
         self._served = served
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        # This holds the interpreter for up to a second, and so belongs to the start.
+        self._thread.submit(getattr, self, "_compiler")
 
     def close(self) -> None:
         """Stop the thread after the current text."""
@@ -185,9 +187,10 @@ class PromptTokenizer:
     def _grammar(
         self, chat: ChatPrompt, output: OutputFormat | None, form: AnswerForm, *, thinks: bool
     ) -> Grammar | None:
-        if is_free(chat, output, form):
-            return None
         try:
+            check_choice(chat)
+            if is_free(chat, output, form):
+                return None
             special = {
                 each.content: token for token, each in self._added.items() if self._compiler.is_special(token)
             }
