@@ -494,6 +494,8 @@ class Worker:
             # No member has trained: the group only assigns slots.
             if not enough:
                 await self._wait_for_workers(len(roster.members))
+            elif contribution is not None:  # of a round that is over for the other stages?
+                self._is_stranded = await self._is_left_behind()
             return
         self._start_exchange(roster, contribution, report, self._now() - start_s)
         self.round += 1

@@ -165,7 +165,7 @@ class StageCopies:
             holders = [each.worker for each in copies if each.position == newest]
             data = await self._fetch(self._stage, newest, holders)
             return FoundState(now, data, f"a copy of round {newest.round}")
-        if has_trained:
+        if has_trained or now == 1:  # after one round, initial weights are one round old
             return FoundState(now, None, f"this worker's own state of round {here.round}")
         return FoundState(now, await self._neighbours(found), "the mean of the neighbouring stages")
 
