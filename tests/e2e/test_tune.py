@@ -413,7 +413,7 @@ def test_an_adapter_evolves_by_a_reward_of_this_machine(
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2]
     summary = json.loads((tmp_path / "adapter" / "tune.json").read_text())
     assert summary["reward"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert (summary["population"], summary["spread"]) == (4, 0.03)
+    assert (summary["population"], summary["spread"]) == (4, 0.06)
     assert load_adapter(
         reference.local.load_whole(dtype=torch.float32, device=torch.device("cpu")), tmp_path / "adapter"
     )
