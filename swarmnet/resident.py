@@ -72,7 +72,7 @@ def announced(resident: Resident) -> Iterator[None]:
 def find(swarm: str = "", model: str = "", *, url: str = "") -> Resident | None:
     """Return the newest running endpoint of this user. None if there is none.
 
-    ``swarm``, ``model``, ``url``: those that it must have, if given.
+    ``swarm``, ``model``, ``url``: if given, the endpoint must have these.
     """
     wanted = {"swarm": swarm, "model": model, "url": url}
     folder = default_state_dir() / "endpoints"

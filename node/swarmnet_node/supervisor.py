@@ -227,6 +227,11 @@ class Supervisor(Ending):
         self._finishing_s = grace_s
         self._changed.set()
 
+    @property
+    def grace_s(self) -> float | None:
+        """Seconds that sessions have to move away. None until the node is told to finish."""
+        return self._finishing_s
+
     # ---- running and pausing --------------------------------------------------------------------
 
     def _reason_to_pause(self) -> str:

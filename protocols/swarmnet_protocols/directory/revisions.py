@@ -1,7 +1,7 @@
 """The names under which hosts announce revisions of a model in training.
 
-A revision is what a job's workers had after some committed rounds. Hosts serve it as a model of its
-own, so a session stays on the revision with which it began.
+A revision is the model that a job's workers had after some committed rounds. Hosts serve it as a
+model of its own, so a session stays on the revision with which it began.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ LOOK_S = 10.0
 """Seconds between two looks for a newer revision. With less, the directory is asked too often. With
 more, answers come from an old revision for longer."""
 _MIN_PREFIX = 4
-"""As for jobs (``job_names.MIN_PREFIX``)."""
+"""Least digits that name a job, as in ``job_names.MIN_PREFIX``."""
 _NAME = re.compile(rf"(?P<job>.{{1,64}})-(?P<id>[0-9a-f]{{{ID_DIGITS}}})-r(?P<rounds>[0-9]{{1,8}})")
 
 
@@ -39,10 +39,10 @@ def rounds_of(name: str) -> int:
 
 
 def newest_revision(models: Iterable[CatalogModel], job: str) -> CatalogModel | None:
-    """Return the newest of the revisions that hosts announce of a job, or None.
+    """Return the newest announced revision of a job, or None.
 
-    ``job``: its name, its id, or the first digits of it. Raises ``ConfigError`` if this names
-    several jobs.
+    ``job``: the job's name, its id, or the first digits of the id. Raises ``ConfigError`` if this
+    names several jobs.
     """
     found: dict[str, CatalogModel] = {}
     for model in models:
@@ -68,8 +68,10 @@ def _is_named(job: str, name: str, id: str) -> bool:
 
 
 async def newer_revision(directory: Directory, name: str) -> CatalogModel:
-    """Wait until peers announce a newer revision than ``name``. Return it. For another model than a
-    revision, wait forever."""
+    """Wait until peers announce a newer revision than ``name``, and return it.
+
+    Waits forever if ``name`` is no revision.
+    """
     known = _NAME.fullmatch(name)
     while True:
         await asyncio.sleep(LOOK_S)

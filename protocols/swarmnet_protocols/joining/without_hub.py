@@ -26,9 +26,10 @@ def resolve_in_swarm(
     """Return the model with this name. ``max_disk_bytes`` is as for ``resolve``.
 
     If the hub does not answer or lacks the model, peers send its outline. The swarm file names the
-    model, or else peers announce a model under this name, or revisions of a job with this name or
-    id. Of these, the newest is returned. ``enter`` enters the swarm. Do not call this on a thread
-    with a running loop. Raises what ``resolve``, ``enter`` and ``connect`` raise.
+    model, or else peers announce a model under this name. Or else they announce revisions of a job
+    with this name or id: then the newest revision is returned. ``enter`` enters the swarm. Do not
+    call this on a thread with a running loop. Raises what ``resolve``, ``enter`` and ``connect``
+    raise.
     """
     from swarmnet_protocols.models import resolve
 
@@ -46,9 +47,10 @@ def resolve_in_swarm(
 
 
 async def _fetch(name: str, network: Network, cache_dir: Path) -> str | None:
-    """Fetch the outline of a model from peers. Return its name there; None if the swarm knows none.
+    """Fetch the outline of a model from peers. Return the model's name in the swarm, or None if the
+    swarm knows no such model.
 
-    Raises ``Unreachable`` if it does, and no peer has the outline.
+    Raises ``Unreachable`` if the swarm knows the model, and no peer has the outline.
     """
     from swarmnet_protocols.directory.catalog import announced_model
     from swarmnet_protocols.directory.host_announcements import read_hosts

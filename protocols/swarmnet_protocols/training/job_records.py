@@ -155,7 +155,7 @@ async def find_workers(
 
 @dataclass(frozen=True)
 class StageRecord:
-    """What a worker announces under the id of a job or of a stage."""
+    """A worker's announcement under the id of a job or of a stage."""
 
     worker: RoundMember
     position: WorkerPosition

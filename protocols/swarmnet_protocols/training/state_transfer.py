@@ -128,7 +128,7 @@ class StateServer:
         return state.id
 
     def keep(self, job: bytes, copy: PackedState | None) -> None:
-        """Serve a copy of the state of another job or stage. None: no longer."""
+        """Serve a copy of the state of another job or stage. With None, stop serving it."""
         if copy is None:
             self._copies.pop(job, None)
         else:

@@ -29,6 +29,7 @@ from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 ASK_S = 10.0
 """Seconds within which a running endpoint has to name its model."""
 MAX_LIST_BYTES = 1 << 20
+"""Most bytes that are read of the endpoint's list of models."""
 STOP_S = 5.0
 """Seconds until an endpoint that this command started is killed. Nobody waits for its answers."""
 
@@ -56,8 +57,8 @@ def agent(
 ) -> None:
     """Start an agent that uses a model of a swarm.
 
-    It uses an endpoint that you run on this machine (`demo --keep`, `serve`, `join --serve`). With
-    --swarm it starts an endpoint of that swarm, and stops it when the agent ends.
+    The agent uses an endpoint that you run on this machine (`demo --keep`, `serve`, `join
+    --serve`). With --swarm, the command starts an endpoint, and stops it when the agent ends.
     """
     if (known := AGENTS.get(name)) is None:
         names = ", ".join(AGENTS)
@@ -102,7 +103,8 @@ def _run(program: str, known: Agent, served: Served, arguments: list[str]) -> in
 
 @contextmanager
 def _endpoint(swarm: str | None, model: str | None) -> Iterator[Resident]:
-    """Yield an endpoint of this user: a running one, or with ``swarm`` one that runs meanwhile."""
+    """Yield a running endpoint of this user. With ``swarm``, start one for as long as the context
+    is open."""
     if swarm is None:
         if (running := find()) is None:
             raise ConfigError(
@@ -133,7 +135,7 @@ def _endpoint(swarm: str | None, model: str | None) -> Iterator[Resident]:
 
 
 def _ready(process: "subprocess.Popen[bytes]") -> str:
-    """Return the URL of an endpoint that starts. Raises ``SwarmnetError`` if it fails."""
+    """Return the URL of a starting endpoint. Raises ``SwarmnetError`` if the start fails."""
     for line in process.stdout or ():
         event: dict[str, Any] = json.loads(line)
         if event.get("event") == "ready":

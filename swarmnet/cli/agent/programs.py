@@ -25,9 +25,9 @@ class Served:
 class Setup:
     """How a program is started.
 
-    - ``environment``: variables that it reads. None removes one.
-    - ``defaults``: variables that the user's own have precedence over.
-    - ``arguments``: its first arguments.
+    - ``environment``: variables that the program gets. None removes a variable.
+    - ``defaults``: variables that the program gets unless the user has set them.
+    - ``arguments``: the first arguments of the program.
     """
 
     environment: Mapping[str, str | None]
@@ -37,8 +37,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Agent:
-    """One agent. ``tokens``: about how many tokens its own instructions and tools take; 0 if it has
-    none."""
+    """An agent: its program, the command that installs it, and how it is started.
+
+    ``tokens``: about how many tokens the agent's own instructions and tools take.
+    """
 
     program: str
     install: str

@@ -261,7 +261,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             options.data_dir, options.public_name, options.bootstrap, as_json=foreground.as_json
         )
         if not foreground.as_json:
-            note(f"ask it with `swarmnet run {options.model} --swarm {entry.file.name}`")
+            note(f"ask it with `swarmnet run {job or options.model} --swarm {entry.file.name}`")
     else:
         entry = enter(swarm, options.data_dir, options.bootstrap)
     if job is None:
@@ -271,8 +271,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
 
     with locked_data_dir(options.data_dir) as directory:
         pass
-    served, is_first = ServedJob(entry, job, directory, options.cache_dir, refresh_s), True
-    while is_first or served.is_outdated:
+    served = ServedJob(entry, job, directory, options.cache_dir, refresh_s)
+    while True:
         host(
             entry,
             replace(options, model=served.model(as_json=foreground.as_json), keep_model=True),
@@ -281,7 +281,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             page=page,
             companion=served.end_when_outdated,
         )
-        is_first = False
+        if not served.is_outdated:
+            return
 
 
 def host(  # noqa: PLR0913 - what a node needs, and what runs with it

@@ -245,8 +245,10 @@ async def _endpoint(
 async def _serve(
     local: "LocalModel", network: Network, access: "AccessPolicy", options: EndpointOptions, own_key: str
 ) -> bool:
-    """Serve until the user stops it, or hosts announce a newer revision of a job. Return whether
-    they do."""
+    """Serve until the user stops the command, or hosts announce a newer revision of a job.
+
+    Return True if the newer revision is to be served next.
+    """
     from swarmnet_protocols.directory.revisions import newer_revision
     from swarmnet_protocols.machine.aio import race
 
@@ -274,6 +276,7 @@ async def _serve(
         except TimeoutError:
             cut_off = f"answers still ran after {DRAIN_S:g} s; they are cut off"
             say({"event": "cut_off"}, cut_off, as_json=options.as_json)
+    is_outdated = is_outdated and not stop.is_set()
     if not is_outdated:
         say({"event": "stopped"}, "stopped", as_json=options.as_json)
     return is_outdated

@@ -4,7 +4,7 @@
    workers, which it collects into a folder. So hosts of parts of the model agree on a revision.
 2. The node hosts it like any model. Sessions stay on the revision with which they began.
 3. After ``refresh_s``, and when a newer revision exists, the node ends as soon as it has no
-   session. The command then begins at 1 again.
+   session. The command then begins at 1 again, unless the owner has stopped the node meanwhile.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class ServedJob:
         self._collected_at = -1
         """The workers' round when the model was chosen."""
         self.is_outdated = False
-        """True if the last node ended because a newer revision exists."""
+        """True if a newer revision ended the last node, and not its owner."""
 
     def model(self, *, as_json: bool) -> str:
         """Return the model to host now: a path, or the name that other hosts announce.
@@ -70,17 +70,21 @@ class ServedJob:
         return self._model
 
     async def end_when_outdated(self, node: "Supervisor") -> None:
-        """End ``node`` when it has served for a while, has no session, and is outdated."""
+        """End ``node`` when it has served for ``refresh_s``, is outdated, and has no session."""
         await asyncio.sleep(self._refresh_s)
         while not await self._has_newer(node.dependencies.directory):  # noqa: ASYNC110 - in the swarm
             await asyncio.sleep(LOOK_S)
-        self.is_outdated = True
         with suppress(TimeoutError):
             async with asyncio.timeout(IDLE_WAIT_S):
                 while node.host is not None and node.host.sessions:  # noqa: ASYNC110 - no event of it
                     await asyncio.sleep(1.0)
+        if node.grace_s is not None:  # its owner stops it
+            return
         node.finish(math.inf)  # the remaining sessions stay until they end
-        await node.finished()
+        try:
+            await node.finished()
+        finally:
+            self.is_outdated = node.grace_s == math.inf
 
     def _choose(self, report: "Progress") -> None:
         job = asyncio.run(

@@ -244,12 +244,15 @@ def _check_group(group: Any, columns: Sequence[int], name: str, line: int) -> No
 
 
 def _text_bytes(values: Any) -> int:
-    """Return the bytes of a pyarrow batch or array as Python values, without making any."""
+    """Return the bytes that a pyarrow batch or array takes as Python values, without making any."""
     from pyarrow import RecordBatch, compute, types
 
     if isinstance(values, RecordBatch):
         return sum(map(_text_bytes, values.columns))
-    if types.is_struct(values.type) or types.is_list(values.type) or types.is_large_list(values.type):
+    if types.is_map(values.type):
+        start, end = values.offsets[0].as_py(), values.offsets[-1].as_py()
+        return sum(_text_bytes(each.slice(start, end - start)) for each in (values.keys, values.items))
+    if types.is_nested(values.type):  # structs, and lists of every kind
         inner = values.flatten()
         return sum(map(_text_bytes, inner)) if isinstance(inner, list) else _text_bytes(inner)
     if types.is_dictionary(values.type):

@@ -1,7 +1,7 @@
 """Audits of microbatches: which are computed again, when two answers differ, who is a liar. Pure.
 
-1. A microbatch is home. Its origin draws whether the answer of a worker is computed again. So the
-   worker answers before anybody can know.
+1. When a microbatch is home, its origin draws whether a worker's answer is computed again. So
+   nobody knows this before the worker answers.
 2. Another worker of the stage, with the same state, fetches from the neighbours in the chain what
    the worker got, and computes its answer again (``Tolerance``).
 3. If the answer is false, the origin asks all other workers of the stage to compute it, too. A

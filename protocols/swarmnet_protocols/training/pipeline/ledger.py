@@ -77,8 +77,8 @@ def electors(round: int, worker: PeerId, origins: Collection[PeerId], most: int)
     """Return at most ``most`` origins that tell a worker how a round ended, in the same order for
     all.
 
-    ``origins``: those that counted in the last round. Nobody else has a vote, so invented workers
-    have none, and no origin chooses whom it tells.
+    ``origins``: the origins that counted in the last round. Only they vote, so invented workers do
+    not. The hash decides, so no origin chooses whom it tells.
     """
 
     def place(origin: PeerId) -> bytes:

@@ -1,4 +1,4 @@
-"""What a job needs to go on after the last worker of a stage is gone. Pure.
+"""The round and the state with which a stage goes on after it lost its last worker. Pure.
 
 Stages go on in step, so the job stands still while a stage has no worker. A worker that takes the
 stage later continues at the round of the others, with the newest state that anybody still has.

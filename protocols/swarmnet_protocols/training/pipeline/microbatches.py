@@ -87,7 +87,7 @@ class Microbatch:
 
     @property
     def has_receipts(self) -> bool:
-        """True if the answer may have receipts: the origin signs none, and an evaluation has
+        """True if the answer may have receipts. Answers of the origin or to an evaluation have
         none."""
         return not self.is_home and not self.is_forward_only
 
@@ -145,10 +145,12 @@ def microbatch_from_wire(
 ) -> Microbatch:
     """Parse a microbatch of a job with ``stages`` stages.
 
-    ``count``: the microbatches of an origin in a round; ``positions``: most tokens of one; ``way``:
-    sender and receiver, or None for one that only names a worker's part. Raises
-    ``ProtocolViolation`` if it is of another job, out of range, names a peer twice, or goes another
-    way.
+    - ``count``: the microbatches of an origin in a round.
+    - ``positions``: most tokens of a microbatch.
+    - ``way``: its sender and receiver. None if the message only names a worker's part.
+
+    Raises ``ProtocolViolation`` if the microbatch is of another job, is out of range, names a peer
+    twice, or goes another way.
     """
     is_in_range = wire.number < count and 1 <= wire.stage <= stages and wire.tokens <= positions
     if wire.job != job or not is_in_range:

@@ -5,8 +5,8 @@ convicts a liar by itself: whoever has the weights and finds tensors with the ha
 and of the outputs' gradient can compute the other two. Nobody can sign it for another worker, so
 nobody can be accused of an answer that it did not give.
 
-Receipts travel home with the gradient. Every worker checks those that it gets: each takes as inputs
-what the worker before it says it sent. An honest worker passes on nothing else. So if receipts
+Receipts travel home with the gradient. Every worker checks the receipts that it gets: the inputs in
+each must be the outputs in the one before. An honest worker passes on nothing else. So if receipts
 disagree, the worker that sent them is at fault.
 """
 
@@ -45,8 +45,7 @@ class Receipt:
     signature: bytes = b""
 
     def signed_bytes(self, subject: bytes) -> bytes:
-        """Return the bytes that the worker signs. ``subject``: names the job, microbatch and
-        stage."""
+        """Return the bytes that the worker signs. ``subject`` names job, microbatch and stage."""
         hashes = self.state + self.inputs + self.outputs + self.grad_outputs + self.grad_inputs
         return _DOMAIN + sha256(subject).digest() + bytes([self.bits]) + hashes
 
@@ -63,8 +62,8 @@ def check_receipts(
 ) -> None:
     """Raise ``ProtocolViolation`` unless these workers have signed receipts that agree.
 
-    ``workers``: each with its subject. ``outputs``, ``gradient``: hashes of the tensor that the
-    first worker got and of its answer.
+    ``workers``: the workers in the order of the chain, each with its subject. ``outputs`` and
+    ``gradient``: hashes of the tensor that the first worker got, and of its answer.
     """
     if len(receipts) != len(workers):
         raise ProtocolViolation(f"{len(receipts)} receipts of {len(workers)} workers")

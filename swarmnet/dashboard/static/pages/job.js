@@ -16,7 +16,7 @@ const AXES = {
 
 const STAGE_COLUMNS = {
   Stage: "A part of the model, with its blocks. Stage 0 also has the embeddings and the output head.",
-  Workers: "A stage with one worker is lost with it.",
+  Workers: "A stage with one worker loses its last updates with that worker.",
   Computing: "Share of the time in recent rounds. In the rest, the stage waits, mostly for the stage that computes most.",
   "Tokens/s": "Tokens of recent rounds, of all workers of the stage together.",
   "Bytes/token": "Activations to the next stage and gradients from it. The last stage is followed by stage 0.",

@@ -1,10 +1,22 @@
 """Which announced model is the newest revision of a training job."""
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
+from swarmnet_protocols.directory import revisions
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.directory.revisions import newest_revision, revision_name, rounds_of
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.directory.revisions import (
+    LOOK_S,
+    newer_revision,
+    newest_revision,
+    revision_name,
+    rounds_of,
+)
+from swarmnet_protocols.errors import ConfigError, Unreachable
+from tests.support.network.virtual_time import run
 
 ONE, OTHER = "ab" * 32, "ac" * 32
 
@@ -31,3 +43,24 @@ def test_a_name_of_two_jobs_asks_for_an_id() -> None:
     with pytest.raises(ConfigError, match=f"{ONE[:12]}, {OTHER[:12]}"):
         newest_revision(models, "tiny")
     assert newest_revision(models, OTHER[:4]) == models[1]
+
+
+def test_a_newer_revision_ends_the_wait_and_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [*(revision_name("tiny", id, rounds) for id, rounds in ((ONE, 7), (OTHER, 9))), ""]
+    newer = revision_name("tiny", ONE, 8)
+
+    async def catalog(_: object) -> Any:
+        name = looks.pop(0) if looks else newer
+        if not name:
+            raise Unreachable("no peer answers")
+        return SimpleNamespace(models=announced(name))
+
+    async def wait(name: str) -> str:
+        async with asyncio.timeout(10 * LOOK_S):
+            return (await newer_revision(cast(Any, None), name)).name
+
+    monkeypatch.setattr(revisions, "read_catalog", catalog)
+    assert run(wait(revision_name("tiny", ONE, 7))) == newer
+    assert not looks
+    with pytest.raises(TimeoutError):
+        run(wait("smollm2-135m-instruct"))

@@ -144,6 +144,17 @@ def test_a_parquet_file_that_grows_too_large_is_refused(
         list(parquet_rows(file, "rows.parquet", ["messages"]))
 
 
+def test_a_text_that_a_map_repeats_counts_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    maps = [[("one", "two")], [(str(number), "x" * 1000) for number in range(3000)]]
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({"messages": pyarrow.array(maps, kind)}), file)
+    assert len(file.getvalue()) < 1 << 16
+    monkeypatch.setattr(data_files, "MAX_LINE_BYTES", 1 << 20)
+    with pytest.raises(DataFileError, match=r"^rows\.parquet:2: a row of more"):
+        list(parquet_rows(file, "rows.parquet", ["messages"]))
+
+
 ROWS = {
     "plain": ROW + b"\n" + ROW,
     "a byte order mark": codecs.BOM_UTF8 + ROW + b"\n" + ROW + b"\n",
