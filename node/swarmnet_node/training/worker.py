@@ -88,6 +88,7 @@ owner waits longer for a worker that may never come. With less, a large state is
 time."""
 _ONLY_WORKER = "this is the only worker of its stage; it leaves as soon as another one has its state"
 _NO_TAKER = "no other worker took the state of this stage; start this machine again to go on with it"
+_NO_EVALUATION = "the other stages did not compute it in time"
 SPARE_S = 5.0
 """Seconds until a spare worker asks again for a place. With less, many spares keep the others busy.
 With more, a place stays free for longer."""
@@ -396,7 +397,7 @@ class Worker:
         """Wait until another worker has the state of this stage."""
         try:
             async with asyncio.timeout(HAND_OVER_S):
-                while not await copies.is_safe(self._matchmaking.position):
+                while not await self._is_handed_over(copies):
                     if not self._leaves:
                         self._leaves = True
                         self._emit("notice", text=_ONLY_WORKER)
@@ -404,6 +405,12 @@ class Worker:
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             self._emit("notice", text=_NO_TAKER)
+
+    async def _is_handed_over(self, copies: StageCopies) -> bool:
+        try:
+            return await copies.is_safe(self._matchmaking.position)
+        except SwarmnetError:  # the directory does not answer; the next look asks again
+            return False
 
     async def _rejoin_job(self, copies: StageCopies) -> bool:
         """Take up this worker's stage where the job stands, if no other worker has it.
@@ -584,7 +591,11 @@ class Worker:
             await cancel(working)
 
     async def _is_left_behind(self) -> bool:
-        """Return whether the other stages went on without this worker's stage."""
+        """Return whether the other stages went on without this worker's stage.
+
+        If methods average parameters, stages do not wait for each other at the end of a round. One
+        round ahead is then usual.
+        """
         if self._pipeline is None or self._copies is None or self._pipeline.hears_origins:
             return False
         ahead = await self._copies.job_round() - self.round
@@ -738,9 +749,12 @@ class Worker:
         if self._pipeline is None:
             found: tuple[float, int] | None = await self._compute(self._replica.evaluate)
         else:
-            found = await self._with_stages(
-                self._pipeline.evaluate(round_, contributors, self._job.exchange.deadline_s)
-            )
+            evaluation = self._pipeline.evaluate(round_, contributors, self._job.exchange.deadline_s)
+            try:
+                found = await self._with_stages(evaluation)
+            except TimeoutError:
+                self._emit("notice", text=f"round {round_} has no validation loss: {_NO_EVALUATION}")
+                return
         if found is not None:
             self._emit("eval", round=round_, val_loss=round(found[0], 6), tokens=found[1])
 

@@ -1,14 +1,25 @@
 """A stage loses its last worker, and another machine takes it up, in virtual time."""
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from swarmnet_node.training.pipeline import stage_copies
+from swarmnet_node.training.pipeline.stage_copies import NO_COPY, StageCopies
+from swarmnet_protocols.directory.announcer import Announcement
+from swarmnet_protocols.net import Buffer, PeerId
+from swarmnet_protocols.training.catch_up import WorkerPosition
+from swarmnet_protocols.training.job_records import StageRecord
+from swarmnet_protocols.training.rounds.terms import RoundMember
+from tests.defences import defence, replacing
 from tests.support.network.virtual_time import run
 from tests.support.training.stages import StageLab, names, stage_of, staged_job
 from tests.support.training.workers import train
@@ -63,6 +74,60 @@ def test_a_copy_outlives_the_last_worker_of_a_stage(tmp_path: Path) -> None:
     assert told[0]["source"] == "a copy of round 2"
     assert lab.events["1.9"][-1]["revision"] == ROUNDS - 2
     assert sorted(lab.losses()) == list(range(ROUNDS))
+
+
+class TimedCopies(StageCopies):
+    """Copies of a stage whose state always changes. Each copy takes ``took_s``."""
+
+    def __init__(self, took_s: float) -> None:
+        async def spill(pieces: Sequence[Buffer]) -> memoryview:
+            return memoryview(b"state")
+
+        here: Any = SimpleNamespace(id=bytes(32), stages=2, transport=SimpleNamespace(peer_id="0"))
+        super().__init__(here, Mock(stage=0), Mock(), Mock(), spill, Mock())
+        self.took_s = took_s
+        self.begun_s: list[float] = []
+
+    async def _records(self, stage: int) -> list[StageRecord]:
+        worker = RoundMember(PeerId(str(stage)), ("/ip4/1.2.3.4/tcp/1",))
+        return [StageRecord(worker, NO_COPY, False, False, False, False)]
+
+    async def _positions(self, stage: int, workers: Sequence[RoundMember]) -> dict[PeerId, WorkerPosition]:
+        return {workers[0].peer: WorkerPosition(len(self.begun_s) + 1, bytes(32))}
+
+    async def _fetch(self, *_: Any) -> bytearray:
+        self.begun_s.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self.took_s)
+        return bytearray(b"state")
+
+    def announcements(self, *, ending: bool = False) -> Iterator[Announcement]:
+        return iter(())
+
+
+@defence(
+    "copies of a stage are a minute apart",
+    off=replacing(stage_copies, "COPY_S", 0.0),
+    took_s=0.1,
+    least_s=60.0,
+)
+@defence(
+    "copies take a tenth of the time",
+    off=replacing(stage_copies, "LINK_SHARE", 1.0),
+    took_s=30.0,
+    least_s=300.0,
+)
+@pytest.mark.parametrize(("took_s", "least_s"), [(0.1, 60.0), (30.0, 300.0)])
+def test_copies_of_a_stage_leave_its_link_free(took_s: float, least_s: float) -> None:
+    async def an_hour() -> list[float]:
+        copies = TimedCopies(took_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(3600.0):
+                await copies.keep()
+        return copies.begun_s
+
+    begun_s = run(an_hour())
+    assert len(begun_s) > 5
+    assert all(later - earlier >= least_s for earlier, later in pairwise(begun_s))
 
 
 @pytest.mark.matrix

@@ -1,12 +1,15 @@
 """Workers of stages train with methods that average parameters."""
 
+import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarmnet_node.training.data.sampler import target_count
 from swarmnet_node.training.pipeline.inner_steps import RoundEnds
+from swarmnet_node.training.pipeline.origin import MicrobatchOrigin
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import Trainer
@@ -51,6 +54,27 @@ def test_diloco_in_stages_trains_like_one_process(tmp_path: Path) -> None:
     evaluations = [event for events in lab.events.values() for event in events if event["event"] == "eval"]
     assert [event["tokens"] for event in evaluations] == [tokens]
     assert evaluations[0]["val_loss"] == pytest.approx(val_loss, rel=1e-5)
+
+
+def test_a_worker_tells_when_an_evaluation_had_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    travel = MicrobatchOrigin._travel
+
+    async def lost(origin: MicrobatchOrigin, step: Any, *rest: Any) -> Any:
+        if step.is_evaluation:
+            await asyncio.sleep(1e6)
+        return await travel(origin, step, *rest)
+
+    monkeypatch.setattr(MicrobatchOrigin, "_travel", lost)
+    toml = staged_job(tmp_path, rounds=1, stages=2)
+    lab = StageLab(tmp_path, toml.replace("every_rounds = 100", "every_rounds = 1"))
+    run(train(lab, "0.0", "1.0"))
+
+    told = [event["text"] for event in lab.events["0.0"] if event["event"] == "notice"]
+    assert len(told) == 1
+    assert "round 0 has no validation loss" in told[0]
+    assert all(events[-1]["event"] == "done" for events in lab.events.values())
 
 
 def test_origins_divide_the_held_out_data(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ _ToAsker = TypedStream[pb.AuditReply, pb.AuditRequest]
 
 @dataclass(frozen=True)
 class WorkerStanding:
-    """A worker's own standing in a job, and that of others with it."""
+    """A worker's key in a job, and the workers that it excludes."""
 
     sign: Callable[[bytes], bytes]
     """Signs with the key of the worker's peer id."""

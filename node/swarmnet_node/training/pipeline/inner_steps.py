@@ -32,13 +32,14 @@ is late hurries through rounds. With more, others of its stage wait for it."""
 
 @dataclass
 class RoundEnds:
-    """What origins tell a worker about the ends of their rounds. Pure."""
+    """The ends of rounds, as origins told them to a worker. Pure."""
 
     origins: dict[int, dict[PeerId, bool]] = field(default_factory=dict)
     """Round → origin → True if all its microbatches of the round are home."""
 
     def is_over(self, round: int) -> bool:
-        """Return whether all origins that told of a round have ended it, or one a later round."""
+        """Return whether a round is over: all origins that told of it have ended it, or one has
+        ended a later round."""
         told = self.origins.get(round, {})
         return (bool(told) and all(told.values())) or any(
             any(ends.values()) for later, ends in self.origins.items() if later > round
@@ -58,7 +59,7 @@ class InnerSteps:
     """The inner steps of one worker, and the places in them."""
 
     def __init__(self, passes: StagePasses, turns: Turns, news: asyncio.Condition) -> None:
-        """``news`` is notified whenever something changes that others wait for."""
+        """``news``: notified at each change for which others may wait."""
         self._passes = passes
         self._turns = turns
         self._news = news
@@ -71,7 +72,7 @@ class InnerSteps:
     async def run(
         self, round: int, first: int, end: int | None, share: int, is_over: Callable[[], bool]
     ) -> StepReport:
-        """Take the inner steps [first, end) of a round, or those until it ``is_over``.
+        """Take the inner steps [first, end) of a round, or fewer if it ``is_over``.
 
         ``end`` None: the round ends with these steps. What remains then makes a smaller step.
         ``share``: the microbatches of a step.

@@ -190,21 +190,19 @@ class MicrobatchOrigin:
             self._electors = end.origins or self._electors
         await step.notify()
 
-    async def evaluate(self, round: int, place: int, origins: int, most_s: float) -> tuple[float, int] | None:
+    async def evaluate(self, round: int, place: int, origins: int, most_s: float) -> tuple[float, int]:
         """Return the validation loss after a round, and its number of tokens.
 
         Held-out data that all workers share is divided: this is origin ``place`` of ``origins``.
-        None if a microbatch does not come home within ``most_s``.
+        Raises ``TimeoutError`` if a microbatch does not come home within ``most_s``.
         """
         try:
             return await self._evaluate(round + 1, place, origins, most_s)
-        except TimeoutError:
-            return None
         finally:
             await self.end_evaluation(round)
 
     async def end_evaluation(self, round: int) -> None:
-        """Let other workers go, which also stay for the evaluation after the last round."""
+        """Let the workers of other stages leave. They stay until the evaluation is over."""
         if (step := self._steps.get(round)) is not None:
             step.is_evaluated = True
             await step.notify()
@@ -531,7 +529,8 @@ class MicrobatchOrigin:
         return step.is_evaluated and len(step.committed) == self._job.stages - 1
 
     async def _forget(self, round: int) -> None:
-        """Drop earlier rounds that are over. A later round was begun from a state that is gone."""
+        """Drop earlier rounds that are over, and later ones: they began from a state that is
+        gone."""
         for old, step in list(self._steps.items()):
             if old >= round or self._is_committed(step) or old < round - 1:
                 del self._steps[old]

@@ -84,8 +84,9 @@ class Pipeline:
         held_out: int,
         inner_steps: int | None,
     ) -> None:
-        """``batch``: the microbatches of an origin's batch; ``held_out``: most of an evaluation.
-        ``inner_steps``: the inner steps of a round; None if workers average gradients."""
+        """``batch``: the microbatches of an origin's batch. ``held_out``: the most microbatches of
+        an evaluation. ``inner_steps``: the inner steps of a round; None if workers average
+        gradients."""
         self.traffic = job.traffic
         self._job = job
         self._stage = passes.trainer.stage
@@ -128,8 +129,9 @@ class Pipeline:
         self._last_round: int | None = None
         """The round after which this worker leaves. None: it does not."""
         self._is_late = False
-        self._stopping: asyncio.Task[None] | None = None
         """True if this worker leaves, and its last round does not end in time."""
+        self._stopping: asyncio.Task[None] | None = None
+        """Sets ``_is_late`` after a while. None until ``stop``."""
         self._news = asyncio.Condition()
         self._last_step = inner_steps
         self._ends = RoundEnds()
@@ -224,7 +226,7 @@ class Pipeline:
 
     @property
     def hears_origins(self) -> bool:
-        """Whether an origin has a conversation with this worker about a round."""
+        """True while an origin has a conversation with this worker about a round."""
         return self._hearing > 0
 
     async def is_over(self, rounds: int) -> bool:
@@ -325,8 +327,8 @@ class Pipeline:
     ) -> tuple[float, int] | None:
         """Return the validation loss after a round, and its number of tokens.
 
-        ``contributors`` of its exchange in stage 0 divide the work. None at other workers, and if a
-        microbatch does not come home within ``most_s``.
+        ``contributors`` of its exchange in stage 0 divide the work. Other workers return None.
+        Raises ``TimeoutError`` if a microbatch does not come home within ``most_s``.
         """
         me = self._job.transport.peer_id
         if self._origin is None:
@@ -345,7 +347,7 @@ class Pipeline:
         return self._accounts[round]
 
     def _choose_electors(self, round: int) -> None:
-        """Let origins vote that counted in the last round and have not left."""
+        """Let the origins of the last round vote, unless they have left."""
         if round in self._accounts:
             present = self._origins & self._workers.of(0).keys()
             me = self._job.transport.peer_id

@@ -1,4 +1,4 @@
-"""A worker begins with what workers of another job had, although that job has other cuts, or none.
+"""Makes a worker begin with the progress of another job, which may have other cuts, or none.
 
 Checkpoints name the tensors of the whole model. So the parts of several checkpoints, with the
 moments of the optimizer and the outer state, make up any other part.
@@ -24,8 +24,8 @@ Shapes = Mapping[str, Sequence[int]]
 def recut(stores: Sequence[Path], shapes: Shapes, job_id: str) -> WorkerCheckpoint:
     """Return a checkpoint of the part with ``shapes``, for the job ``job_id``.
 
-    ``stores``: folders with checkpoints of one other job, whose newest ones are taken. Raises
-    ``ConfigError`` if these are of different rounds, lack a tensor, or have other shapes.
+    ``stores``: folders with checkpoints of one other job. The newest of each folder counts. Raises
+    ``ConfigError`` if they are of different rounds, lack a tensor, or have other shapes.
     """
     found: dict[str, dict[str, Tensor]] = {}
     scalars: dict[str, Tensor] = {}

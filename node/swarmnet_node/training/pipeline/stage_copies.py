@@ -143,7 +143,9 @@ class StageCopies:
         return job_round([[each.position.round for each in at if _trains(each)] for at in found], self._stage)
 
     async def lost_state(self, here: WorkerPosition, *, has_trained: bool) -> FoundState | None:
-        """Return the state with which this worker goes on alone in its stage. None: it need not.
+        """Return the state with which this worker goes on alone in its stage.
+
+        None if the other stages are not ahead of it.
 
         ``has_trained``: whether this worker's own state has committed rounds. Raises
         ``SwarmnetError`` if the newest state cannot be had.
@@ -152,7 +154,7 @@ class StageCopies:
         # Records may be 20 s old, so workers are asked.
         there = await all_of(
             *(
-                self._positions(stage, [each.worker for each in at if _trains(each)][:MAX_MEMBERS])
+                self._positions(stage, [each.worker for each in at if _trains(each)])
                 for stage, at in enumerate(found)
             )
         )
@@ -194,7 +196,8 @@ class StageCopies:
         return await find_records(self._directory, self._groups[stage])
 
     async def _positions(self, stage: int, workers: Sequence[RoundMember]) -> dict[PeerId, WorkerPosition]:
-        return await ask_positions(self._job.transport, self._key(stage), workers, self._job.timing)
+        asked = workers[:MAX_MEMBERS]  # anybody may announce more
+        return await ask_positions(self._job.transport, self._key(stage), asked, self._job.timing)
 
     async def _fetch(self, stage: int, position: WorkerPosition, holders: Sequence[RoundMember]) -> bytearray:
         data, _ = await fetch_state(

@@ -45,13 +45,13 @@ class KeptMicrobatch:
     grad_outputs: Buffer | None = None
     grad_inputs: Buffer | None = None
     tokens: int = 0
-    """Its predicted tokens, as its origin says."""
+    """Predicted tokens, as the origin says."""
     rest: tuple[PeerId, ...] | None = None
-    """The later workers that have computed it."""
+    """The later workers that have computed the microbatch."""
     state: bytes = b""
     """The state that computed the outputs, as in a receipt."""
     receipts: tuple[Receipt, ...] = ()
-    """Of this worker and of the later ones that have computed it."""
+    """Receipts of this worker and of the later ones that have computed the microbatch."""
     leaf: torch.Tensor | None = None
     """The inputs of ``graph``."""
     graph: torch.Tensor | None = None
