@@ -76,7 +76,7 @@ class Answer:
         self.prompt = frozenset(request.ids if request.sampling.repetition_penalty != 1 else ())
         """The tokens of the prompt, if they are penalised."""
         self._begun: list[Token] = []
-        """Tokens of ``ids`` that were not told yet."""
+        """Tokens of ``ids`` that the reader of the answer has not got yet."""
         self.retries = 0
         self.ids_at_retry = 0
         self._news: asyncio.Queue[Token | Prefill | SwarmnetError | None] = asyncio.Queue()
@@ -88,8 +88,8 @@ class Answer:
         self._news.put_nowait(Prefill(done, len(self.request.ids)))
 
     def begin(self, ids: Sequence[int]) -> None:
-        """Begin with tokens that need no choice, as many as fit. They are told with the first
-        chosen one, because the answer may fail before."""
+        """Begin with tokens that need no choice, as many as fit. The reader of the answer gets them
+        with the first chosen token, because the answer may fail before it."""
         for token in ids[: self.request.max_tokens - 1]:
             self._append(Token(token))
             self._begun.append(Token(token))

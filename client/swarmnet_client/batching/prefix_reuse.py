@@ -52,7 +52,7 @@ class RunningSequence:
 
     @property
     def reads_all(self) -> bool:
-        """Whether the outputs of all positions are read that are sent now."""
+        """Whether a reader takes the outputs of all positions of the next row."""
         return self.answer is not None and self.answer.request.reads_all and not self.is_decoding
 
     def shared(self, request: Request) -> int:

@@ -67,8 +67,11 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The next tokens of an answer: the ``valid`` ones of a step's choices, then the tokens that
-    its grammar forces. ``is_last``: nothing may follow. ``error``: the grammar went beyond a limit.
+    """The next tokens of an answer: ``valid`` choices of a step, then the tokens that its grammar
+    forces.
+
+    - ``is_last``: nothing may follow.
+    - ``error``: the grammar reached a limit, so the answer fails.
     """
 
     tokens: Sequence[Token]
@@ -78,9 +81,10 @@ class _Chosen:
 
 
 def _draws(answer: Answer, draft: Sequence[int]) -> list[Draw]:
-    """Return the choices of one answer after each token of a step. Raises ``BadGrammar``.
+    """Return how to choose the token after an answer and after each token of its draft. Raises
+    ``BadGrammar``.
 
-    A choice is used only if all draft tokens before it were right. So its penalties count those
+    A choice counts only if all draft tokens before it were right. So its penalties count those
     draft tokens as part of the answer.
     """
     sampling, counts, state = answer.request.sampling, answer.counts, answer.grammar
@@ -101,17 +105,18 @@ def _draws(answer: Answer, draft: Sequence[int]) -> list[Draw]:
 
 
 def _accepted(answer: Answer, choices: Sequence[Token], draft: Sequence[int]) -> _Chosen:
-    """Return the choices that are valid after a draft, and what must follow them."""
+    """Return the choices up to the first wrong token of a draft or the end of the answer, and the
+    tokens that the grammar forces after them."""
     valid = common_prefix([token.id for token in choices], draft) + 1
     tokens = choices[:valid]
     if answer.grammar is None:
         return _Chosen(tokens, valid)
     can_force = not answer.request.wants_logprobs
     try:
-        forced, is_last = answer.grammar.accept([token.id for token in tokens], force=can_force)
+        found = answer.grammar.accept([token.id for token in tokens], force=can_force)
     except BadGrammar as error:
         return _Chosen(tokens, valid, error=error)
-    return _Chosen([*tokens, *map(Token, forced)], valid, is_last)
+    return _Chosen([*tokens[: found.count], *map(Token, found.forced)], found.count, found.is_last)
 
 
 def share(room: int, wanted: Sequence[int]) -> list[int]:
@@ -286,7 +291,7 @@ class SequenceGroup:
             most = min(room, answer.request.max_tokens - len(answer.ids) - 1)
             draft = sequence.speculator.draft(self._times, positions=newest, most=most)
             if answer.grammar is not None:
-                with suppress(BadGrammar):  # the choice fails with it
+                with suppress(BadGrammar):  # raised again where the next token is chosen
                     answer.grammar.follow(answer.ids)
                     draft = answer.grammar.valid(draft)
             drafts.append(draft)
@@ -370,7 +375,7 @@ class SequenceGroup:
         return np.concatenate([piece[row.first :] for row, piece in zip(rows, pieces, strict=True)])
 
     def _add_tokens(self, part: "_Part", answer: Answer, chosen: _Chosen) -> None:
-        """Add tokens to an answer. Those after its last valid choice are sent in the next step."""
+        """Add tokens to an answer. Its last valid choice and the forced tokens are sent next."""
         sequence = part.sequence
         if chosen.error is not None:
             answer.fail(chosen.error)

@@ -2,8 +2,8 @@
 
 1. A :class:`GrammarCompiler` holds the tokens of one model.
 2. It compiles a grammar, away from the event loop and within limits, to a :class:`Grammar`.
-3. Each answer follows its own :class:`GrammarState`. For each step that says which tokens a draft
-   may have, which tokens may come next, and which tokens must follow the chosen ones.
+3. Each answer follows its own :class:`GrammarState`. For each step, the state says which tokens a
+   draft may have, which tokens may come next, and which tokens must follow the chosen ones.
 
 A grammar comes from a stranger. llguidance bounds the work and memory of one compilation and one
 mask, but recurses through references between rules and overflows the stack on long chains. So
@@ -105,8 +105,8 @@ def check_rules(text: str) -> None:
 class GrammarCompiler:
     """The tokens of one model, for its grammars.
 
-    Making one holds the interpreter for some tenths of a second, so that belongs to the start of a
-    program. The other methods may be called from any thread.
+    Make it when the program starts: this holds the interpreter for some tenths of a second. Any
+    thread may call the other methods.
     """
 
     def __init__(self, vocabulary: "Vocabulary") -> None:
@@ -151,6 +151,20 @@ class Grammar:
         return GrammarState(self.matcher.deep_copy())
 
 
+@dataclass(frozen=True)
+class Accepted:
+    """What a step adds to an answer.
+
+    - ``count``: how many of the chosen tokens belong to the answer. Choices after its end do not.
+    - ``forced``: the tokens that must follow.
+    - ``is_last``: nothing may follow.
+    """
+
+    count: int
+    forced: tuple[int, ...]
+    is_last: bool
+
+
 class GrammarState:
     """How far one answer is in its grammar. Used by one thread at a time."""
 
@@ -160,8 +174,8 @@ class GrammarState:
         """Tokens of the answer that the matcher has."""
 
     def follow(self, ids: Sequence[int]) -> None:
-        """Go to the state after ``ids``, all tokens of the answer so far. These may be fewer than
-        before: a step was given up. Raises ``BadGrammar`` if a limit is reached."""
+        """Go to the state after ``ids``, all tokens of the answer so far. When a step was given up,
+        they are fewer than this state has. Raises ``BadGrammar`` if a limit is reached."""
         if self._count > len(ids):
             self._matcher.rollback(self._count - len(ids))
         elif self._count < len(ids):
@@ -183,24 +197,26 @@ class GrammarState:
         self._matcher.rollback(len(draft))
         return found
 
-    def accept(self, chosen: Sequence[int], *, force: bool) -> tuple[tuple[int, ...], bool]:
-        """Add chosen tokens and, with ``force``, those that must follow. Return the latter, and
-        whether nothing may follow. Raises ``BadGrammar`` if a limit is reached."""
+    def accept(self, chosen: Sequence[int], *, force: bool) -> Accepted:
+        """Add chosen tokens up to the end of the answer and, with ``force``, the tokens that must
+        follow. Raises ``BadGrammar`` if a limit is reached."""
+        before = self._count
         for token in chosen:
             if self._matcher.is_stopped():
-                break  # an end token, then choices that do not count
+                break  # nothing limited the choices after the end, so they mean nothing
             self._matcher.consume_token(token)
             self._count += 1
+        count = self._count - before
         can_force = force and not self._matcher.is_stopped()
         forced = tuple(self._matcher.compute_ff_tokens()) if can_force else ()
         self._matcher.consume_tokens([*forced])
         self._count += len(forced)
         self._check()
-        return forced, self._matcher.is_stopped()
+        return Accepted(count, forced, self._matcher.is_stopped())
 
     def _mask(self) -> Array:
         if self._matcher.is_stopped():
-            return np.ones(0, bool)  # the answer is complete, so no choice counts here
+            return np.ones(0, bool)  # the answer is complete: ``accept`` ignores the choice here
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         return np.unpackbits(bits, bitorder="little").view(bool)

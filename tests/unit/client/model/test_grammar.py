@@ -94,7 +94,7 @@ def test_a_hostile_grammar_costs_little(compiler: GrammarCompiler, name: str) ->
         for _ in range(40):
             (mask,) = timed(lambda: state.masks(()))
             allowed = np.flatnonzero(mask)
-            if not allowed.size or timed(partial(state.accept, [int(allowed[-1])], force=True))[1]:
+            if not allowed.size or timed(partial(state.accept, [int(allowed[-1])], force=True)).is_last:
                 break
     except BadGrammar:
         pass  # refused, now or at the token that goes beyond a limit
@@ -132,3 +132,13 @@ def test_a_state_goes_back_with_its_answer(compiler: GrammarCompiler) -> None:
     (after,) = state.masks(())
     assert (after == before).all()
     assert state.valid([token, token]) == (token,)
+
+
+def test_choices_after_the_end_are_no_part_of_an_answer(compiler: GrammarCompiler) -> None:
+    """A draft may end the answer; the choice after it is made all the same."""
+    state = compiler.compile('start: "a" ("b" | "c")').start()
+    draft: list[int] = []
+    while (masks := state.masks(draft))[-1].size:
+        draft.append(int(np.flatnonzero(masks[-1])[0]))
+    found = state.accept([*draft, draft[0]], force=True)
+    assert (found.count, found.forced, found.is_last) == (len(draft), (), True)
