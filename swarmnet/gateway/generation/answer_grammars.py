@@ -11,6 +11,7 @@ from typing import Any
 from swarmnet.gateway.generation.requests import ChatPrompt, OutputFormat, Tool
 from swarmnet.gateway.generation.tool_formats import AnswerForm, ToolFormat
 from swarmnet_client.model.grammar import (
+    MAX_GRAMMAR_BYTES,
     RULE_LIMITS,
     SCHEMA_LIMITS,
     BadGrammar,
@@ -55,17 +56,17 @@ def _pattern(text: str) -> str:
 
 
 def json_rule(schema: Mapping[str, Any], *, lenient: bool) -> str:
-    """Return the rule of a JSON schema. Few ways to space it out are open, because each would be a
-    choice that takes a trip."""
+    """Return the rule of a JSON schema. Spacing is fixed, because each free space would be a choice
+    that takes a trip."""
     check_schema(schema)
     spacing = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
     guided = {**schema, "x-guidance": {**spacing, "lenient": lenient}}
     return f"%json {json.dumps(guided)}"
 
 
-def check_choice(chat: ChatPrompt) -> None:
-    """Raise ``BadGrammar`` if an answer must call a tool that is not given, or two have one
-    name."""
+def check_tools(chat: ChatPrompt) -> None:
+    """Raise ``BadGrammar`` if an answer must call a tool that is not given, if two tools have one
+    name, or if the properties of a tool's parameters are no object."""
     names = [tool.name for tool in chat.tools]
     if chat.choice.name and chat.choice.name not in names:
         raise BadGrammar(f"there is no tool {chat.choice.name[:64]!r} among the tools")
@@ -73,10 +74,12 @@ def check_choice(chat: ChatPrompt) -> None:
         raise BadGrammar("a required call needs tools")
     if len(set(names)) < len(names):
         raise BadGrammar("two tools have the same name")
+    if not all(isinstance(tool.parameters.get("properties") or {}, dict) for tool in chat.tools):
+        raise BadGrammar("`properties` in the parameters of a tool is an object")
 
 
 def is_free(chat: ChatPrompt, output: OutputFormat | None, form: AnswerForm) -> bool:
-    """Return whether every answer to a chat is fine, so that it needs no grammar."""
+    """Return whether a chat takes every answer, so that it needs no grammar."""
     has_budget = chat.reasoning.budget is not None and bool(form.think[1])
     return output is None and not has_budget and (not chat.tools or chat.choice.mode == "none")
 
@@ -151,8 +154,9 @@ def _output_rule(output: OutputFormat) -> str:
         case "json_schema":
             return json_rule(output.value, lenient=False)
         case "regex":
-            pattern = re.sub(r"(?<!\\)/", r"\\/", output.value).replace("\n", r"\n")
-            return f"/{pattern}/"
+            # a slash that ended the pattern would let the caller go on with rules of their own
+            pattern = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", output.value, flags=re.DOTALL)
+            return "/" + pattern.replace("\n", r"\n") + "/"
         case "choice":
             return " | ".join(map(json.dumps, output.value))
         case "grammar":
@@ -184,7 +188,11 @@ def _argument_rules(
         return [f"args{number}: {json_rule({'type': 'object', **schema}, lenient=True)}"]
     check_schema(schema)
     properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(required, list):
+        raise BadGrammar("`required` in the parameters of a tool is a list of names")
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    if len(properties) * len(json.dumps(shared)) > MAX_GRAMMAR_BYTES:
+        raise BadGrammar("the definitions of a tool's parameters are too long")
     rules, parts = [], []
     for place, (name, inner) in enumerate(properties.items()):
         value = _value_rule(inner, shared, form)
@@ -223,5 +231,7 @@ def _value_rule(schema: Any, shared: Mapping[str, Any], form: ToolFormat) -> str
         if isinstance(options, list) and options and all(isinstance(each, str) for each in options):
             return "(" + " | ".join(map(json.dumps, options)) + ")"
         least, most = schema.get("minLength") or 0, schema.get("maxLength")
+        if not isinstance(least, int) or not isinstance(most, int | None):
+            raise BadGrammar("minLength and maxLength are whole numbers")
         return f"/[^<]{{{least:d},{'' if most is None else int(most)}}}/"
     return json_rule({**(schema if isinstance(schema, dict) else {}), **shared}, lenient=True)

@@ -1,6 +1,6 @@
 """Reading an answer's text as events: thoughts, text for the user, calls of tools.
 
-A reader follows the text of one choice. Ends of text that may begin a marker wait for more.
+A reader follows the text of one choice. It holds an end of text back while that may begin a marker.
 """
 
 import json
@@ -40,8 +40,10 @@ class AnswerReader:
         self._can_call = calls
         self._strings = strings or {}
         self._state: State = "thoughts" if thinks else "start" if form is not None else "text"
-        self._is_plain = form is None
         self._held = ""
+        """Text that no event has brought yet."""
+        self._skip = ""
+        """The text before the next name."""
         self._name = ""
         self._depth, self._in_string, self._is_escaped = 0, False, False
         self._has_text = False
@@ -68,7 +70,7 @@ class AnswerReader:
     def _read_start(self, is_end: bool) -> Iterator[Delta]:
         tools, (think, _) = self._form.tools, self._form.think
         opening = tools.marker + tools.first + tools.begin if not tools.marker else tools.marker
-        known = {think: "thoughts", self._form.text_open: "text"}
+        known: dict[str, State] = {think: "thoughts", self._form.text_open: "text"}
         if self._can_call:
             known[opening] = "name"
         text = self._held.lstrip() if think or not tools.marker else self._held
@@ -82,9 +84,9 @@ class AnswerReader:
         self._state = "text"
         yield from ()
 
-    def _go(self, state: str, skipped: str) -> None:
+    def _go(self, state: State, skipped: str) -> None:
         """Enter a state. ``skipped``: the text before a name."""
-        self._state = state  # type: ignore[assignment]
+        self._state = state
         self._skip = skipped
 
     def _read_thoughts(self, is_end: bool) -> Iterator[Delta]:

@@ -4,6 +4,7 @@
 2. The gateway renders its chat, or takes its prompts, and generates the choices.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,11 +16,20 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a function by the model. ``arguments`` is the JSON text of an object."""
+    """A call of a function by the model. ``arguments`` is the JSON text of an object, cut off where
+    the answer reached its limit of tokens."""
 
     id: str
     name: str
     arguments: str
+
+    def values(self) -> dict[str, Any]:
+        """Return the arguments as an object. It is empty if their text was cut off."""
+        try:
+            fields = json.loads(self.arguments)
+        except ValueError:
+            return {}
+        return fields if isinstance(fields, dict) else {}
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def _native(message: ChatMessage) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                "function": {"name": call.name, "arguments": call.values()},
             }
             for call in message.calls
         ]

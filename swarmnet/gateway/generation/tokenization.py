@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from swarmnet.gateway.errors import ApiError
-from swarmnet.gateway.generation.answer_grammars import Literals, answer_grammar, check_choice, is_free
+from swarmnet.gateway.generation.answer_grammars import Literals, answer_grammar, check_tools, is_free
 from swarmnet.gateway.generation.answer_reader import AnswerReader
 from swarmnet.gateway.generation.requests import ChatPrompt, OutputFormat, Tool
 from swarmnet.gateway.generation.template_inputs import (
@@ -102,7 +102,7 @@ class PromptTokenizer:
 
     async def prepare(self, chat: ChatPrompt, output: OutputFormat | None) -> PreparedPrompt:
         """Return the token ids of a chat, and how its answer is written and read. Raises
-        ``ApiError``, also for tools and formats that no grammar can have."""
+        ``ApiError``, also for tools and formats that no grammar can express."""
         return await self._run(self._prepare, chat, output)
 
     async def prepare_text(self, prompt: str | list[int], output: OutputFormat | None) -> PreparedPrompt:
@@ -188,7 +188,7 @@ class PromptTokenizer:
         self, chat: ChatPrompt, output: OutputFormat | None, form: AnswerForm, *, thinks: bool
     ) -> Grammar | None:
         try:
-            check_choice(chat)
+            check_tools(chat)
             if is_free(chat, output, form):
                 return None
             special = {

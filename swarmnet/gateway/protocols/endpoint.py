@@ -4,7 +4,7 @@ A protocol is one module of this folder. It has
 
 1. the body of its requests, a :class:`StrictModel`, with a function to the core's request;
 2. an :class:`AnswerWriter`, which writes the core's events as the protocol's own;
-3. an :class:`GenerationEndpoint` that names both. ``app.py`` lists the endpoints.
+3. a :class:`GenerationEndpoint` that names both. ``app.py`` lists the endpoints.
 """
 
 import json

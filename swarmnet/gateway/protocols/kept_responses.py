@@ -4,6 +4,7 @@ Only texts are kept here. Hosts keep the KV caches of the conversation (prefix r
 turn computes its own tokens only.
 """
 
+import json
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from swarmnet.gateway.generation.requests import ChatMessage
 MAX_RESPONSES = 256
 """Most responses kept for one key; the oldest go first."""
 MAX_CHARS = 4 << 20
-"""Most characters of all conversations kept for one key."""
+"""Most characters of all responses and conversations kept for one key, with every field of their
+messages."""
 KEPT_S = 3600.0
 """Seconds for which a response is kept. People take breaks; an agent's next turn comes sooner."""
 
@@ -40,7 +42,7 @@ class KeptResponses:
 
     def keep(self, fields: dict[str, Any], messages: Sequence[ChatMessage]) -> None:
         """Keep a response, and forget old ones beyond the limits."""
-        chars = sum(map(_chars, messages))
+        chars = len(json.dumps(fields)) + sum(len(repr(message)) for message in messages)
         self._kept[fields["id"]] = KeptResponse(fields, tuple(messages), chars, self._clock() + KEPT_S)
         self._chars += chars
         self._forget_old()
@@ -68,13 +70,8 @@ class KeptResponses:
             self._chars -= oldest.chars
 
 
-def _chars(message: ChatMessage) -> int:
-    calls = sum(len(call.name) + len(call.arguments) for call in message.calls)
-    return len(message.text) + len(message.reasoning) + calls
-
-
 class ResponsesByKey(defaultdict[str, KeptResponses]):
-    """The kept responses of all keys. No key sees those of another."""
+    """The kept responses of all keys. A key sees no responses of another key."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(lambda: KeptResponses(clock))

@@ -39,7 +39,6 @@ from swarmnet.gateway.protocols.schemas import (
     OpenModel,
     Stop,
     StrictModel,
-    arguments_of,
     as_parts,
     at_most,
     merged,
@@ -133,9 +132,13 @@ class Thinking(OpenModel):
     budget_tokens: int | None = Field(None, ge=1)
 
 
+class OutputForm(OpenModel):
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
 class OutputConfig(OpenModel):
     effort: str = ""
-    format: dict[str, Any] = Field({})
+    format: OutputForm = Field(default_factory=OutputForm)
 
 
 class CountBody(StrictModel):
@@ -187,10 +190,11 @@ class MessagesBody(CountBody):
     stream: bool = False
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int = Field(0, ge=0, lt=1 << 31)
     stop_sequences: Annotated[list[Stop], Field(fail_fast=True), at_most(MAX_STOPS)] = Field([])
 
     def request(self, usual: Sampling) -> GenerationRequest:
-        schema = self.output_config.format.get("schema") if self.output_config else None
+        schema = self.output_config.format.schema_ if self.output_config else None
         return GenerationRequest(
             model=self.model,
             prompt=self.chat(),
@@ -199,6 +203,7 @@ class MessagesBody(CountBody):
                 usual.temperature if self.temperature is None else self.temperature,
                 usual.top_p if self.top_p is None else self.top_p,
                 secrets.randbits(63),
+                top_k=self.top_k,
             ),
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences),
@@ -231,7 +236,7 @@ class MessagesWriter(AnswerWriter):
         if choice.text or not choice.calls:
             content.append({"type": "text", "text": choice.text})
         for call in choice.calls:
-            use = {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_of(call)}
+            use = {"type": "tool_use", "id": call.id, "name": call.name, "input": call.values()}
             content.append(use)
         return self._message(content, choice.reason, usage)
 

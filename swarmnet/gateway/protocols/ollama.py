@@ -51,7 +51,6 @@ from swarmnet.gateway.protocols.schemas import (
     Penalty,
     Stop,
     StrictModel,
-    arguments_of,
     as_list,
     at_most,
 )
@@ -61,7 +60,7 @@ from swarmnet_protocols.arrays import Array
 
 PREFIX = "/api/"
 API_VERSION = "0.12.0"
-"""The version of Ollama's API that these endpoints speak; clients ask for a least one."""
+"""The version of Ollama's API that these endpoints speak. Clients require some version."""
 FOREVER = datetime(9999, 1, 1, tzinfo=UTC).isoformat()
 
 Model = Annotated[str, AfterValidator(lambda name: name.removesuffix(":latest"))]
@@ -76,6 +75,10 @@ class Options(StrictModel):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    top_k: int = Field(0, ge=0, lt=1 << 31)
+    min_p: float = Field(0, ge=0, le=1, allow_inf_nan=False)
+    repeat_penalty: float = Field(1, gt=0, le=10, allow_inf_nan=False)
+    """Counts all tokens of prompt and answer, whatever ``repeat_last_n`` says."""
     num_predict: int = Field(-1, ge=-2)
     """Most tokens of the answer; below 1 for no limit."""
     presence_penalty: Penalty = 0.0
@@ -107,6 +110,9 @@ class OllamaBody(StrictModel):
                 secrets.randbits(63) if options.seed is None else options.seed,
                 presence_penalty=options.presence_penalty,
                 frequency_penalty=options.frequency_penalty,
+                top_k=options.top_k,
+                min_p=options.min_p,
+                repetition_penalty=options.repeat_penalty,
             ),
             "max_tokens": options.num_predict if options.num_predict > 0 else None,
             "stop": tuple(options.stop),
@@ -199,7 +205,9 @@ class OllamaWriter(AnswerWriter):
 
     def __init__(self, _body: OllamaBody, served: ServedAs) -> None:
         self._served = served
-        self._began_s = self._first_s = asyncio.get_running_loop().time()
+        self._began_s = asyncio.get_running_loop().time()
+        self._first_s: float | None = None
+        """When the first event of a stream came. None until then."""
         self._call: ToolCall | None = None
         """The call whose arguments are incomplete."""
         self._reason = "stop"
@@ -210,7 +218,7 @@ class OllamaWriter(AnswerWriter):
         return self._line(self._content(choice), usage)
 
     def event(self, event: Delta, usage: Usage) -> Iterable[bytes]:
-        if usage.completion_tokens <= 1:
+        if self._first_s is None:
             self._first_s = asyncio.get_running_loop().time()
         match event:
             case TextDelta() | ReasoningDelta():
@@ -248,7 +256,7 @@ class OllamaWriter(AnswerWriter):
             message["thinking"] = choice.reasoning
         if choice.calls:
             message["tool_calls"] = [
-                {"function": {"name": call.name, "arguments": arguments_of(call)}} for call in choice.calls
+                {"function": {"name": call.name, "arguments": call.values()}} for call in choice.calls
             ]
         return {"message": message}
 
@@ -262,14 +270,15 @@ class OllamaWriter(AnswerWriter):
         if usage is None:
             return line
         now_s = asyncio.get_running_loop().time()
+        first_s = self._began_s if self._first_s is None else self._first_s
         return line | {
             "done_reason": "length" if self._reason == "length" else "stop",
             "total_duration": _ns(now_s - self._began_s),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,
-            "prompt_eval_duration": _ns(self._first_s - self._began_s),
+            "prompt_eval_duration": _ns(first_s - self._began_s),
             "eval_count": usage.completion_tokens,
-            "eval_duration": _ns(now_s - self._first_s),
+            "eval_duration": _ns(now_s - first_s),
         }
 
 

@@ -57,7 +57,7 @@ class Item(OpenModel):
     output: Any = ""
 
     def message(self) -> ChatMessage | None:
-        """Return the item for the core. None for thoughts, which their model does not read again.
+        """Return the item for the core. None for thoughts: the model does not read them again.
 
         Raises ``ApiError`` for an item that is no text.
         """

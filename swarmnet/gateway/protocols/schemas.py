@@ -5,7 +5,6 @@ Validation of a list ends at its first invalid item, because the errors of all i
 memory than the items.
 """
 
-import json
 import secrets
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -409,12 +408,3 @@ def merged(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
         calls = tuple(call for each in parts for call in each.calls)
         found.append(ChatMessage(role, text, reasoning, calls))
     return tuple(found)
-
-
-def arguments_of(call: ToolCall) -> dict[str, Any]:
-    """Return the arguments of a call; none if the limit of tokens cut it off."""
-    try:
-        fields = json.loads(call.arguments)
-    except ValueError:
-        return {}
-    return fields if isinstance(fields, dict) else {}

@@ -202,7 +202,10 @@ def test_a_key_does_not_continue_the_conversation_of_another(tiny: Reference) ->
 
 
 def test_ollamas_requests_stream_lines(tiny: Reference) -> None:
-    body: dict[str, Any] = {"model": "model:latest", "options": {"temperature": 0, "num_predict": TOKENS}}
+    body: dict[str, Any] = {
+        "model": "model:latest",
+        "options": {"temperature": 0, "num_predict": TOKENS, "top_k": 40},
+    }
     chat = {**body, "messages": [{"role": "user", "content": TEXT}]}
 
     async def work(caller: Caller) -> Any:
@@ -227,7 +230,7 @@ def test_ollamas_requests_stream_lines(tiny: Reference) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "value"), [("MAX_RESPONSES", 2), ("MAX_CHARS", 9), ("KEPT_S", 0.5)], ids=str
+    ("limit", "value"), [("MAX_RESPONSES", 2), ("MAX_CHARS", 250), ("KEPT_S", 0.5)], ids=str
 )
 def test_kept_responses_are_bounded(limit: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_responses, limit, value)
@@ -245,3 +248,11 @@ def test_kept_responses_are_bounded(limit: str, value: float, monkeypatch: pytes
             continue
     assert found == ([] if limit == "KEPT_S" else ["b", "c"])
     assert KEPT_S > 60
+
+
+def test_kept_responses_count_their_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_responses, "MAX_CHARS", 250)
+    kept = kept_responses.KeptResponses(lambda: 0.0)
+    kept.keep({"id": "a", "instructions": "x" * 250}, [])
+    with pytest.raises(ApiError):
+        kept.find("a")

@@ -2,19 +2,30 @@
 
 import json
 import random
+import re
+from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
 
 from swarmnet.gateway.generation import tool_formats
-from swarmnet.gateway.generation.answer_grammars import Literals, answer_grammar
+from swarmnet.gateway.generation.answer_grammars import Literals, answer_grammar, check_tools
 from swarmnet.gateway.generation.answer_reader import AnswerReader
 from swarmnet.gateway.generation.detokenizer import IncrementalDetokenizer
 from swarmnet.gateway.generation.events import AnsweredChoice, Delta, whole_choices
-from swarmnet.gateway.generation.requests import ChatPrompt, Reasoning, Tool, ToolChoice
+from swarmnet.gateway.generation.requests import (
+    ChatMessage,
+    ChatPrompt,
+    OutputFormat,
+    Reasoning,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from swarmnet.gateway.generation.template_inputs import template_messages
 from swarmnet.gateway.generation.tool_formats import HARMONY_FORM, AnswerForm, form_of
-from swarmnet_client.model.grammar import GrammarCompiler
+from swarmnet_client.model.grammar import BadGrammar, GrammarCompiler
 from swarmnet_protocols.models.text.vocabulary import Vocabulary
 from tests.support.models.letters import load_letters
 
@@ -68,8 +79,8 @@ class Speaker:
             assert token in allowed
             if not coming and self._ends[0] in allowed and chance.random() < 0.5:
                 break
-            forced, is_last = state.accept([token], force=True)
-            ids += [token, *forced]
+            found = state.accept([token], force=True)
+            ids, is_last = [*ids, token, *found.forced], found.is_last
         detokenizer = IncrementalDetokenizer(self.tokenizer, (), self._marks)
         reader = AnswerReader(0, form, calls=True, strings=STRINGS)
         events: list[Delta] = []
@@ -139,3 +150,45 @@ def test_a_template_shows_the_form_of_calls(template: str) -> None:
 
 def test_a_template_without_tools_is_told_how_to_call() -> None:
     assert not form_of("{{ messages }}").knows_tools
+
+
+def test_a_pattern_of_a_caller_stays_one_pattern() -> None:
+    """Rules after it would escape the limits on a caller's own grammar."""
+    plain = Literals({})
+    for value in ('x/ "rules" /x', r'x\\/ "rules" /x', r'x\\\/ "rules" /x'):
+        text, _ = answer_grammar(
+            ChatPrompt(()), OutputFormat("regex", value), AnswerForm(), plain, thinks=False
+        )
+        rule = text.partition("output: ")[2]
+        assert re.fullmatch(r"/([^/\\\n]|\\.)*/", rule)
+
+
+HUGE = {"type": "object", "properties": {str(at): {} for at in range(3000)}, "$defs": {"a": "x" * 1000}}
+BAD_PARAMETERS: list[dict[str, Any]] = [
+    {"properties": {"a": {"type": "string"}}, "required": 3},
+    {"properties": {"a": {"type": "string", "minLength": "3"}}},
+    {"properties": {"a": {"type": "string", "maxLength": 0.5}}},
+    HUGE,
+]
+
+
+@pytest.mark.parametrize("form", ["QWEN_CODER", "GLM"])
+@pytest.mark.parametrize("parameters", BAD_PARAMETERS, ids=range(len(BAD_PARAMETERS)))
+def test_bad_parameters_of_a_tool_are_refused(form: str, parameters: dict[str, Any]) -> None:
+    chat = ChatPrompt((), (Tool("bad", "", parameters),))
+    with pytest.raises(BadGrammar):
+        answer_grammar(chat, None, AnswerForm(getattr(tool_formats, form)), Literals({}), thinks=False)
+
+
+def test_properties_of_a_tool_are_an_object() -> None:
+    """Also where the answer must call another tool, whose schema alone is compiled."""
+    bad = Tool("bad", "", {"properties": [1]})
+    with pytest.raises(BadGrammar, match="an object"):
+        check_tools(ChatPrompt((), (*TOOLS, bad), ToolChoice("required", "ping")))
+
+
+def test_a_call_that_was_cut_off_returns_without_arguments() -> None:
+    """Agents send it back as it came, and templates want an object."""
+    message = ChatMessage("assistant", calls=(ToolCall("1", "weather", '{"city": "Par'),))
+    (found,) = template_messages(ChatPrompt((message,)), AnswerForm(knows_tools=True))
+    assert found["tool_calls"][0]["function"] == {"name": "weather", "arguments": {}}

@@ -19,6 +19,7 @@ from swarmnet.gateway.protocols.messages import MessagesBody
 from swarmnet.gateway.protocols.ollama import OllamaChatBody
 from swarmnet.gateway.protocols.responses import ResponsesBody
 from swarmnet.gateway.protocols.schemas import DetokenizeRequest, StrictModel
+from swarmnet_client.model.sampling import Sampling
 from tests.defences import defence, nothing, replacing
 
 LARGE = BodyParser(MAX_TOKENS)
@@ -242,3 +243,12 @@ def test_a_refusal_names_what_is_wrong(schema: type[StrictModel], fields: dict[s
     with pytest.raises(ApiError) as caught:
         SMALL.parse(json.dumps({"model": "m", **fields}).encode(), schema)
     assert names in caught.value.message
+
+
+def test_samplings_of_ollama_and_anthropic_reach_the_core() -> None:
+    options = {"top_k": 3, "min_p": 0.25, "repeat_penalty": 1.5}
+    chat = json.dumps({"model": "m", "messages": [USER], "options": options}).encode()
+    found = SMALL.parse(chat, OllamaChatBody).request(Sampling()).sampling
+    assert (found.top_k, found.min_p, found.repetition_penalty) == (3, 0.25, 1.5)
+    message = json.dumps({"model": "m", "messages": [USER], "max_tokens": 1, "top_k": 3}).encode()
+    assert SMALL.parse(message, MessagesBody).request(Sampling()).sampling.top_k == 3
