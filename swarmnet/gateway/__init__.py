@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint over a swarm."""
+"""An endpoint over a swarm for clients of OpenAI, Anthropic and Ollama."""

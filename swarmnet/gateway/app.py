@@ -5,7 +5,8 @@ A generation request passes these steps, the cheapest first, so that a refusal c
 1. The key's quota is checked, then the body is read and parsed (``parsing.py``).
 2. The gateway must not be draining and the batcher must have places for all choices; else 503.
 3. The request is counted: in the key's quota (429) and among the running requests.
-4. Prompts are rendered and tokenized in a thread, and checked against the context (400).
+4. Prompts are rendered and tokenized in a thread, and checked against the context (400,
+   ``generation/sequence_requests.py``).
 5. The choices are generated (``generation/generation.py``).
 6. The response is sent whole, or as a stream (``protocols/``). A stream closes the generation and
    gives back what was counted when it ends. Its status is sent with the first token, or after
@@ -13,7 +14,6 @@ A generation request passes these steps, the cheapest first, so that a refusal c
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,8 @@ from swarmnet.gateway.errors import RETRY_S, ApiError, api_error
 from swarmnet.gateway.generation.embedding import embedded
 from swarmnet.gateway.generation.generation import Generation
 from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest
-from swarmnet.gateway.generation.tokenization import PreparedPrompt, PromptTokenizer
+from swarmnet.gateway.generation.sequence_requests import prepare_prompts, sequence_requests
+from swarmnet.gateway.generation.tokenization import PromptTokenizer
 from swarmnet.gateway.metrics import GatewayMetrics
 from swarmnet.gateway.own_answers import OwnRequest, answer_own, check_key
 from swarmnet.gateway.parsing import BodyParser, is_json
@@ -52,9 +53,7 @@ from swarmnet.gateway.protocols.schemas import MAX_CHOICES, DetokenizeRequest, S
 from swarmnet.gateway.quotas import Quota, QuotaTracker
 from swarmnet.resident import PATH
 from swarmnet.web.middleware import key_name
-from swarmnet_client.batching import answers
 from swarmnet_client.batching.continuous_batching import BatchedModel
-from swarmnet_client.model.prompt_readers import PromptScores
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
@@ -76,13 +75,15 @@ ENDPOINTS: tuple[GenerationEndpoint[Any], ...] = (
 """The endpoints that generate."""
 EMBEDDINGS = {"/v1/embeddings": EmbeddingBody, "/api/embed": OllamaEmbedBody}
 ERRORS = {messages.PATH: messages.error_body, ollama.PREFIX: ollama.error_body}
-"""The error objects of protocols, by the beginnings of their paths. Others are OpenAI's."""
+"""The error objects of protocols by the beginnings of their paths. All others are OpenAI's, and so
+are refusals of the middleware, such as 401."""
 R = TypeVar("R", bound=StrictModel)
 
 
 @dataclass
 class Gateway:
-    """The OpenAI-compatible endpoint of one model. All requests share its batcher."""
+    """The endpoint of one model, for the protocols in ``ENDPOINTS``. All requests share its
+    batcher."""
 
     served: BatchedModel
     quota: Quota = field(default_factory=Quota)
@@ -174,7 +175,8 @@ class Gateway:
             message = f"an embedding of this model has {width} dimensions"
             raise ApiError(400, message, "invalid_value", param="dimensions")
         async with self._admitted(request, wanted.model, 1) as key:
-            requests = self._sequence_requests(wanted, await self._prepare(wanted), key)
+            prompts = await prepare_prompts(wanted, self._tokenizer)
+            requests = sequence_requests(wanted, prompts, self.served, self._tokenizer, key)
             tokens = sum(len(each.ids) for each in requests)
             self._quotas.use_tokens(key, tokens, asyncio.get_running_loop().time())
             vectors = await race(embedded(self.served, requests, body.dimensions), _client_left(request))
@@ -269,10 +271,10 @@ class Gateway:
         async with AsyncExitStack() as stack:
             admitted = self._admitted(request, wanted.model, wanted.choices)
             key = await stack.enter_async_context(admitted)
-            prompts = await self._prepare(wanted)
+            prompts = await prepare_prompts(wanted, self._tokenizer)
             words = await self._tokenizer.encode_words(wanted.bad_words)
             wanted = replace(wanted, sampling=replace(wanted.sampling, bad_words=words))
-            requests = self._sequence_requests(wanted, prompts, key)
+            requests = sequence_requests(wanted, prompts, self.served, self._tokenizer, key)
             generation = await stack.enter_async_context(
                 Generation.run(
                     self.served,
@@ -308,59 +310,6 @@ class Gateway:
         finally:
             self._count_running(-1)
             self._quotas.release(key, choices)
-
-    async def _prepare(self, wanted: GenerationRequest) -> list[PreparedPrompt]:
-        """Return each prompt with its token ids, and how its answers are written and read."""
-        if isinstance(wanted.prompt, ChatPrompt):
-            return [await self._tokenizer.prepare(wanted.prompt, wanted.output)]
-        found = [await self._tokenizer.prepare_text(prompt, wanted.output) for prompt in wanted.prompt]
-        if not wanted.echo:
-            return found
-        texts = [
-            prompt if isinstance(prompt, str) else await self._tokenizer.decode(prompt)
-            for prompt in wanted.prompt
-        ]
-        return [
-            replace(each, echo=text, is_empty=wanted.max_tokens == 0)
-            for each, text in zip(found, texts, strict=True)
-        ]
-
-    def _sequence_requests(
-        self, wanted: GenerationRequest, prompts: list[PreparedPrompt], key: str
-    ) -> list[answers.Request]:
-        """Return one request to the batcher for each choice of each prompt. Raises ``ApiError`` for
-        prompts that do not fit."""
-        requests: list[answers.Request] = []
-        self._tokenizer.check_ids(dict(wanted.sampling.biases), "logit_bias")
-        for prepared in prompts:
-            prompt = prepared.ids
-            self._tokenizer.check_ids(prompt, wanted.param)
-            room = self.served.max_length - len(prompt)
-            if not prompt:
-                raise ApiError(400, "the prompt has no tokens", "invalid_value", param=wanted.param)
-            if room < 1:
-                most = self.served.max_length
-                who = "the model takes" if most == self.served.context else "the hosts have room for"
-                message = f"the prompt has {len(prompt)} tokens; {who} 1 to {most - 1}"
-                raise ApiError(400, message, "context_length_exceeded", param=wanted.param)
-            most_new = room if wanted.max_tokens is None else min(room, max(1, wanted.max_tokens))
-            for _ in range(wanted.n):
-                reader = None
-                if wanted.echo and wanted.sampling.top_logprobs is not None:
-                    reader = PromptScores(self.served.layers, prompt, wanted.sampling.top_logprobs)
-                requests.append(
-                    answers.Request(
-                        tuple(prompt),
-                        most_new,
-                        replace(wanted.sampling, seed=wanted.sampling.seed + len(requests)),
-                        frozenset() if wanted.ignore_eos else self.served.end_ids,
-                        owner=_owner(wanted, key),
-                        speculate=self.served.speculates,
-                        reader=reader,
-                        grammar=prepared.grammar,
-                    )
-                )
-        return requests
 
     def _check_not_draining(self) -> None:
         if self._draining:
@@ -405,17 +354,8 @@ class Gateway:
         response = api_error(error)
         self._metrics.count_error(response.code)
         path = request.url.path
-        write = next((error for begin, error in ERRORS.items() if path.startswith(begin)), ApiError.body)
+        write = next((body for begin, body in ERRORS.items() if path.startswith(begin)), ApiError.body)
         return JSONResponse(write(response), response.status, response.headers())
-
-
-def _owner(wanted: GenerationRequest, key: str) -> str:
-    """Return the owner of the KV caches that a request may reuse.
-
-    The time to the first token shows whether the caches had the prompt, so callers with different
-    keys, users or salts share none.
-    """
-    return json.dumps([key, wanted.user, wanted.salt])
 
 
 async def _wait_first_token(generation: Generation) -> bool:

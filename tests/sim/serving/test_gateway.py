@@ -14,6 +14,7 @@ import torch
 
 from swarmnet.gateway import app as gateway_app
 from swarmnet.gateway.app import FIRST_TOKEN_S
+from swarmnet.gateway.generation import sequence_requests
 from swarmnet.gateway.protocols.endpoint import KEEP_ALIVE_S
 from swarmnet.resident import PATH
 from swarmnet_client.batching.continuous_batching import BatchLimits
@@ -108,7 +109,7 @@ def test_concurrent_requests_do_not_change_each_others_output(tiny: Reference) -
 
 @defence(
     "the time of a first token does not tell that another user sent the same prompt",
-    off=replacing(gateway_app, "_owner", lambda *_: ""),
+    off=replacing(sequence_requests, "_owner", lambda *_: ""),
 )
 def test_prompts_are_reused_within_a_key_a_user_and_a_salt(tiny: Reference) -> None:
     prompt = " ".join(f"w{2 + number}" for number in range(40))
