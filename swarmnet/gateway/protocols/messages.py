@@ -138,7 +138,7 @@ class OutputForm(OpenModel):
 
 class OutputConfig(OpenModel):
     effort: str = ""
-    format: OutputForm = Field(default_factory=OutputForm)
+    format: OutputForm | None = None
 
 
 class CountBody(StrictModel):
@@ -194,7 +194,8 @@ class MessagesBody(CountBody):
     stop_sequences: Annotated[list[Stop], Field(fail_fast=True), at_most(MAX_STOPS)] = Field([])
 
     def request(self, usual: Sampling) -> GenerationRequest:
-        schema = self.output_config.format.schema_ if self.output_config else None
+        form = self.output_config.format if self.output_config else None
+        schema = form.schema_ if form else None
         return GenerationRequest(
             model=self.model,
             prompt=self.chat(),
