@@ -72,8 +72,8 @@ def test_openais_client_works_unchanged(client: Any) -> None:
     assert len({each.text for each in sampled.choices}) == 2
     assert all(len(each.logprobs.tokens) == 5 for each in sampled.choices)
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**STORY, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+        client.chat.completions.create(**STORY, functions=[{"name": "f"}])
+    assert (caught.value.param, caught.value.code) == ("functions", "unsupported_parameter")
     varied = client.chat.completions.create(**STORY, frequency_penalty=2.0, presence_penalty=2.0)
     assert varied.choices[0].message.content != choice.message.content
     forced = client.completions.create(

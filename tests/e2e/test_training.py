@@ -164,6 +164,7 @@ def test_stages_train_on_while_a_worker_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_an_adapter_of_own_data_answers_in_the_swarm(tmp_path: Path, cache_dir: Path) -> None:
     """Two workers with different files train an adapter of a hosted model."""
     reference = load_tiny(tmp_path)

@@ -353,6 +353,7 @@ class Training:
             progress=self.progress,
             stay_s=STAY_S,
             mover=None if stage is None or config.stage is not None else self._mover(),
+            available_bytes=lambda: _available_bytes(self.peer.limits()),
             given=self.given,
         )
         checkpoints = CheckpointStore(job_folder(config.data_dir, config.job, stage), self._kept or Kept())

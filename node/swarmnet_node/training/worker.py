@@ -22,6 +22,7 @@ All computation is in ``replica.py``.
 
 import asyncio
 import random
+import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -115,6 +116,8 @@ class WorkerDependencies:
     model."""
     mover: StageMover | None = None
     """Decides when the worker moves to another stage. None: it stays."""
+    available_bytes: Callable[[], int] = lambda: sys.maxsize
+    """Returns the memory that this worker may still take within its owner's limit."""
     given: Given = field(default_factory=Given)
     """Totals of the work of this machine since its data directory exists."""
 
@@ -270,6 +273,7 @@ class Worker:
                 self._state_server,
                 self._keeper.spill,
                 self._emit,
+                dependencies.available_bytes,
             )
 
     async def run(self) -> None:

@@ -70,8 +70,10 @@ class StageCopies:
         server: StateServer,
         spill: Callable[[Sequence[Buffer]], Awaitable[memoryview]],
         emit: Callable[..., None],
+        available_bytes: Callable[[], int],
     ) -> None:
-        """``spill``: writes a copy to the disk."""
+        """``spill``: writes a copy to the disk.
+        ``available_bytes``: the memory that this worker may still take."""
         self._job = job
         self._trainer = trainer
         self._stage = trainer.stage
@@ -80,6 +82,7 @@ class StageCopies:
         self._server = server
         self._spill = spill
         self._emit = emit
+        self._available_bytes = available_bytes
         self._groups = groups(job.id.hex(), job.stages)
         self._kept = NO_COPY
         self._due_s = 0.0
@@ -115,6 +118,8 @@ class StageCopies:
             yield worker_announcement(self._groups[self._next], addresses, self._kept, copy=True)
 
     async def _copy(self, worker: RoundMember) -> None:
+        if max_state_bytes(self._trainer.size_of(self._next)) > self._available_bytes():
+            return
         clock = asyncio.get_running_loop().time
         started_s = clock()
         position = (await self._positions(self._next, [worker])).get(worker.peer, self._kept)
