@@ -12,9 +12,11 @@ from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.net import ReachKind
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from tests.bench.nat import kill_relay
-from tests.support.processes.commands import Place
-from tests.support.processes.nat_lab import forget_mappings, why_not
+from tests.support.processes.commands import Place, RunningCommand
+from tests.support.processes.nat_lab import forget_mappings, nat_lab, why_not
 from tests.support.processes.nat_swarm import NatSwarm, nat_swarm
+from tests.support.processes.worker_processes import WorkerProcess, create_job
+from tests.support.training.stages import staged_job
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,6 +25,9 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 TOKENS = 60
+JOB_ROUNDS = 8
+LISTED_S = 3.0
+"""Seconds until the directory has the job of its first worker."""
 FORWARDED_S = 60.0
 """Time in which a forwarded port must be found. p2pd looks for the router for about 10 s."""
 SEEN_S = 6.0
@@ -82,3 +87,31 @@ def test_an_answer_survives_a_killed_relay_and_restarted_routers(
             forget_mappings(number)
         after, _ = swarm.answer("after", client, TOKENS)
         assert after["token_ids"] == expected["token_ids"]
+
+
+@pytest.mark.timeout(400)
+def test_stages_behind_routers_train_through_relays(tmp_path: Path) -> None:
+    """A cone and a symmetric router cannot punch a hole to each other, so a relay carries the
+    microbatches between stages 1 and 2."""
+    job = create_job(tmp_path, staged_job(tmp_path, rounds=JOB_ROUNDS, stages=3))
+    running: list[RunningCommand] = []
+    with nat_lab(["open", "open", "cone", "symmetric"]) as (public, *places):
+        try:
+            address = f"/ip4/{public.ip}/tcp/4001"
+            data = ("--data-dir", str(tmp_path / "public"), "--listen", address)
+            arguments = ("bootstrap", str(tmp_path / "swarm.toml"), *data)
+            running.append(RunningCommand(arguments, tmp_path / "public.log", public))
+            bootstrap = running[0].wait("ready")["addresses"][:1]
+            for stage, (name, place) in enumerate(zip(("anna", "boris", "clara"), places, strict=True)):
+                options = ("--stage", str(stage), "--listen", f"/ip4/{place.ip}/udp/0/quic-v1")
+                running.append(WorkerProcess(tmp_path, name, job, bootstrap, place, options))
+                if not stage:
+                    running[-1].wait("ready")
+                    time.sleep(LISTED_S)
+            for worker in running[1:]:
+                last = worker.wait("round", round=JOB_ROUNDS - 1, timeout_s=180.0)
+                assert last["committed"]
+                assert last["tokens"] > 0
+        finally:
+            for each in running:
+                each.kill()

@@ -273,7 +273,7 @@ class Worker:
                 self._state_server,
                 self._keeper.spill,
                 self._emit,
-                dependencies.available_bytes,
+                available_bytes=dependencies.available_bytes,
             )
 
     async def run(self) -> None:

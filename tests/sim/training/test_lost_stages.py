@@ -79,12 +79,15 @@ def test_a_copy_outlives_the_last_worker_of_a_stage(tmp_path: Path) -> None:
 class TimedCopies(StageCopies):
     """Copies of a stage whose state always changes. Each copy takes ``took_s``."""
 
-    def __init__(self, took_s: float) -> None:
+    def __init__(self, took_s: float, available_bytes: int = 1 << 20) -> None:
         async def spill(pieces: Sequence[Buffer]) -> memoryview:
             return memoryview(b"state")
 
         here: Any = SimpleNamespace(id=bytes(32), stages=2, transport=SimpleNamespace(peer_id="0"))
-        super().__init__(here, Mock(stage=0), Mock(), Mock(), spill, Mock())
+        trainer = Mock(stage=0, **{"size_of.return_value": 1 << 10})
+        super().__init__(
+            here, trainer, Mock(), Mock(), spill, Mock(), available_bytes=lambda: available_bytes
+        )
         self.took_s = took_s
         self.begun_s: list[float] = []
 
@@ -104,6 +107,23 @@ class TimedCopies(StageCopies):
         return iter(())
 
 
+def copied_in_an_hour(copies: TimedCopies) -> list[float]:
+    """Return when the copies of an hour began."""
+
+    async def an_hour() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(3600.0):
+                await copies.keep()
+
+    run(an_hour())
+    return copies.begun_s
+
+
+@defence("copies take offered memory only", off=replacing(stage_copies, "max_state_bytes", lambda _: 0))
+def test_a_copy_takes_no_memory_that_is_not_offered() -> None:
+    assert copied_in_an_hour(TimedCopies(0.1, available_bytes=1 << 10)) == []
+
+
 @defence(
     "copies of a stage are a minute apart",
     off=replacing(stage_copies, "COPY_S", 0.0),
@@ -118,14 +138,7 @@ class TimedCopies(StageCopies):
 )
 @pytest.mark.parametrize(("took_s", "least_s"), [(0.1, 60.0), (30.0, 300.0)])
 def test_copies_of_a_stage_leave_its_link_free(took_s: float, least_s: float) -> None:
-    async def an_hour() -> list[float]:
-        copies = TimedCopies(took_s)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(3600.0):
-                await copies.keep()
-        return copies.begun_s
-
-    begun_s = run(an_hour())
+    begun_s = copied_in_an_hour(TimedCopies(took_s))
     assert len(begun_s) > 5
     assert all(later - earlier >= least_s for earlier, later in pairwise(begun_s))
 

@@ -62,7 +62,7 @@ class FoundState:
 class StageCopies:
     """The copy that one worker keeps of the next stage, and its view of lost stages."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the job, this worker's part in it, and its limits
         self,
         job: StagedJob,
         trainer: StageTrainer,
@@ -70,6 +70,7 @@ class StageCopies:
         server: StateServer,
         spill: Callable[[Sequence[Buffer]], Awaitable[memoryview]],
         emit: Callable[..., None],
+        *,
         available_bytes: Callable[[], int],
     ) -> None:
         """``spill``: writes a copy to the disk.
