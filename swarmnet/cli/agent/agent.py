@@ -1,7 +1,7 @@
 """``swarmnet agent``: an agent that uses a model of a swarm.
 
-1. An endpoint of this user on this machine is found, or one is started.
-2. The agent gets its address and model, in its environment or as arguments.
+1. The command finds an endpoint of this user on this machine, or starts one.
+2. The agent gets the endpoint's address and model, in its environment or as arguments.
 3. The agent runs in this terminal. Its exit code is the command's, and an endpoint that was started
    ends with it.
 """
@@ -27,7 +27,7 @@ from swarmnet.resident import Resident, find
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 
 ASK_S = 10.0
-"""Seconds within which a running endpoint has to name its model."""
+"""Seconds within which a running endpoint must name its model."""
 MAX_LIST_BYTES = 1 << 20
 """Most bytes that are read of the endpoint's list of models."""
 STOP_S = 5.0
@@ -83,7 +83,7 @@ def _warn(name: str, known: Agent, served: Served) -> None:
     if served.context < known.tokens:
         note(
             f"{served.model} takes {served.context} tokens, and the instructions and tools of {name} are "
-            f"about {known.tokens}: shorten them (docs/guides/agents.md), or use another model"
+            f"an estimated {known.tokens}: shorten them (docs/guides/agents.md), or use another model"
         )
 
 
@@ -96,7 +96,7 @@ def _run(program: str, known: Agent, served: Served, arguments: list[str]) -> in
     while True:
         try:
             code = process.wait()
-        except KeyboardInterrupt:  # the agent got it, too, and decides what it means
+        except KeyboardInterrupt:  # the agent got the signal, too, and decides what to do
             continue
         return code if code >= 0 else 128 - code  # as a shell tells that a signal ended it
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Served:
-    """A model at an endpoint. ``context``: most tokens of a prompt and its answer."""
+    """A model at an endpoint. ``context``: most tokens of a prompt with its answer."""
 
     url: str
     key: str
@@ -39,7 +39,8 @@ class Setup:
 class Agent:
     """An agent: its program, the command that installs it, and how it is started.
 
-    ``tokens``: about how many tokens the agent's own instructions and tools take.
+    ``tokens``: estimate of the tokens of the agent's own instructions and tools, from the size of
+    a request's body. 0 if there is none.
     """
 
     program: str
@@ -48,19 +49,33 @@ class Agent:
     setup: Callable[[Served], Setup]
 
 
+COMPACTING_CONTEXT = 1 << 16
+"""Context from which Claude Code may summarise a conversation by itself.
+
+It does so some way before the end of the context. In a smaller one it would begin before the first
+question, because its own instructions take so much.
+"""
+
+
 def _claude(served: Served) -> Setup:
     names = ("", "DEFAULT_OPUS_", "DEFAULT_SONNET_", "DEFAULT_HAIKU_")
+    compacting = {} if served.context >= COMPACTING_CONTEXT else {"DISABLE_AUTO_COMPACT": "1"}
     return Setup(
         {f"ANTHROPIC_{name}MODEL": served.model for name in names}
         | {
             "ANTHROPIC_BASE_URL": served.url,
             "ANTHROPIC_AUTH_TOKEN": served.key,
-            "ANTHROPIC_API_KEY": None,  # it would be sent instead
+            # these would lead to an account of the user's own
+            "ANTHROPIC_API_KEY": None,
+            "CLAUDE_CODE_USE_BEDROCK": None,
+            "CLAUDE_CODE_USE_FOUNDRY": None,
+            "CLAUDE_CODE_USE_VERTEX": None,
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
         },
         {
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.answer_tokens),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            **compacting,
         },
     )
 
@@ -99,7 +114,8 @@ def _opencode(served: Served) -> Setup:
 
 
 def _aider(served: Served) -> Setup:
-    environment = {"OPENAI_API_BASE": f"{served.url}/v1", "OPENAI_API_KEY": served.key}
+    addresses = dict.fromkeys(("OPENAI_API_BASE", "OPENAI_BASE_URL"), f"{served.url}/v1")
+    environment = {**addresses, "OPENAI_API_KEY": served.key}
     return Setup(environment, arguments=("--model", f"openai/{served.model}"))
 
 

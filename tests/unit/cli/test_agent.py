@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from swarmnet import cli
-from swarmnet.cli.agent.programs import AGENTS
+from swarmnet.cli.agent.programs import AGENTS, Served
 from swarmnet.resident import Resident, announced
 
 KEY = "a-key-for-tests"
@@ -47,6 +47,8 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("AGENT_TEST", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("ANTHROPIC_API_KEY", "the key of an account")
+    monkeypatch.setenv("CLAUDE_CODE_USE_BEDROCK", "1")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
     with ThreadingHTTPServer(("127.0.0.1", 0), Models) as server:
         Thread(target=server.serve_forever).start()
         address = f"http://127.0.0.1:{server.server_port}"
@@ -68,7 +70,8 @@ def test_an_agent_gets_the_endpoint_and_its_own_arguments(name: str, url: str, t
             assert environment["ANTHROPIC_BASE_URL"] == url
             assert environment["ANTHROPIC_AUTH_TOKEN"] == KEY
             assert environment["ANTHROPIC_MODEL"] == "tiny"
-            assert "ANTHROPIC_API_KEY" not in environment
+            assert not {"ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK"} & environment.keys()
+            assert environment["DISABLE_AUTO_COMPACT"] == "1"
         case "codex":
             config = tomllib.loads("\n".join(arguments[1:-2:2]))
             provider = config["model_providers"][config["model_provider"]]
@@ -81,8 +84,15 @@ def test_an_agent_gets_the_endpoint_and_its_own_arguments(name: str, url: str, t
         case "aider":
             assert arguments[:2] == ["--model", "openai/tiny"]
             assert (environment["OPENAI_API_BASE"], environment["OPENAI_API_KEY"]) == (api, KEY)
+            assert environment["OPENAI_BASE_URL"] == api
 
 
 def test_an_agent_is_told_when_the_model_is_too_small(url: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.execute(["agent", "claude"]) == EXIT
     assert "takes 8192 tokens, and the instructions and tools of claude" in capfd.readouterr().err
+
+
+def test_claude_code_compacts_where_there_is_room() -> None:
+    wide, narrow = (Served("http://127.0.0.1:1", KEY, "tiny", context) for context in (200_000, 32_768))
+    assert "DISABLE_AUTO_COMPACT" not in AGENTS["claude"].setup(wide).defaults
+    assert AGENTS["claude"].setup(narrow).defaults["DISABLE_AUTO_COMPACT"] == "1"
