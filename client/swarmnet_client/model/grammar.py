@@ -153,7 +153,7 @@ class Grammar:
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a step adds to an answer.
+    """The tokens that a step adds to an answer.
 
     - ``count``: how many of the chosen tokens belong to the answer. Choices after its end do not.
     - ``forced``: the tokens that must follow.

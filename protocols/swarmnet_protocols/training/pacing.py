@@ -122,7 +122,7 @@ class WorkerPace:
         method lets run during an exchange.
         """
         self.spent = NOTHING
-        """What this worker spent since the last roster."""
+        """The seconds that this worker spent since the last roster."""
         self.computed_s = 0.0
         """Seconds of computing so far."""
         self.others_s: Sequence[float] = ()

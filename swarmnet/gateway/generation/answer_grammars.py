@@ -210,7 +210,7 @@ def _argument_rules(
 
 
 def _with_commas(number: int, parts: list[tuple[str, bool]]) -> list[str]:
-    """Return rules of arguments in their order, with commas between those that are given."""
+    """Return rules of arguments in their order, with commas between given arguments."""
     rules = [f'first{number}_{len(parts)}: ""', f'rest{number}_{len(parts)}: ""']
     for place in reversed(range(len(parts))):
         rule, must = parts[place]

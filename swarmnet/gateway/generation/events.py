@@ -1,4 +1,4 @@
-"""What happens while an answer is generated, as every protocol tells it its clients.
+"""Events of an answer that is generated. Every protocol tells them its clients in its own form.
 
 The events of one choice come in this order: reasoning, text, calls of tools (each begins, then
 come its arguments), the end. Events of different choices mix.
@@ -62,7 +62,7 @@ class ChoiceEnd(Delta):
 
 @dataclass
 class Usage:
-    """What a request took, over all its choices.
+    """The tokens and hosts of a request, over all its choices.
 
     - ``cached_tokens``: prompt tokens that were found in the hosts' caches.
     - ``precisions``: precisions of the hosts of the finished choices; several if no chain of one

@@ -38,7 +38,7 @@ class Generation:
         """``choices``: the request of each choice, and its prompt. ``prompt_tokens``: tokens of all
         prompts, each counted once."""
         self.usage = Usage(prompt_tokens)
-        """What the choices took so far."""
+        """Tokens and hosts of the choices so far."""
         self._served = served
         self._choices = choices
         self._stops = stops

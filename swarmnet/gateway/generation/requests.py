@@ -105,7 +105,7 @@ class OutputFormat:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What a caller asks for, whichever protocol they speak.
+    """The request of a caller, whichever protocol they speak.
 
     - ``prompt``: a chat, or the texts and token lists to be continued, one answer each.
     - ``param``: the parameter with the prompt, for error messages.

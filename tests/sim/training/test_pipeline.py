@@ -148,7 +148,7 @@ async def ask_as_a_stranger(lab: StageLab, times: int, *, announced: bool) -> li
 
 
 def refusals(folder: Path, times: int, *, announced: bool) -> list[str]:
-    """What worker 1.0 answers to a stranger after its first round."""
+    """Return the refusals of worker 1.0 to a stranger after its first round."""
     lab, found = staged_lab(folder, rounds=3, stages=3), list[asyncio.Task[list[str]]]()
 
     def ask(name: str, event: dict[str, Any]) -> None:

@@ -179,9 +179,9 @@ class BoundaryBytes:
     """Bytes of tensors that crossed the boundaries of a worker's stage."""
 
     forward: int = 0
-    """Of activations that it sent to the next stage."""
+    """Bytes of activations that it sent to the next stage."""
     backward: int = 0
-    """Of gradients that it sent to the stage before."""
+    """Bytes of gradients that it sent to the stage before."""
     received: int = 0
 
 
