@@ -144,7 +144,8 @@ CHOICES = (
 
 @torch.inference_mode()
 def test_multiple_choice_scores_as_with_local_transformers(client: Any, cache_dir: Path) -> None:
-    """As lm-eval asks: the prompt and one choice as token ids, echoed with log probabilities."""
+    """As lm-eval asks and reads: the last log probability belongs to the generated token, also where
+    it ends the answer."""
     local = resolve(MODEL, cache_dir=cache_dir)
     whole = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
     encode = local.vocabulary().tokenizer.encode
@@ -153,7 +154,9 @@ def test_multiple_choice_scores_as_with_local_transformers(client: Any, cache_di
         for answer in answers:
             ids = [*start, *encode(answer)]
             asked = client.completions.create(model=MODEL, prompt=ids, max_tokens=1, logprobs=1, echo=True)
-            ours.append(sum(asked.choices[0].logprobs.token_logprobs[len(start) : -1]))
+            found = asked.choices[0].logprobs.token_logprobs
+            assert len(found) == len(ids) + 1
+            ours.append(sum(found[len(start) : -1]))
             rows = whole(torch.tensor([ids])).logits[0].log_softmax(-1)
             scores = [float(row[token]) for row, token in zip(rows, ids[1:], strict=False)]
             theirs.append(sum(scores[len(start) - 1 :]))

@@ -119,10 +119,10 @@ class Generation:
                         break
                 last_s = self._observe_token(count, last_s)
                 count += 1
+                teller.pending.append(token)  # the end has no text, but a log probability
                 if token.id in request.end_ids and token.id not in prepared.marks:
                     continue
                 self.usage.reasoning_tokens += teller.reader.is_thinking
-                teller.pending.append(token)
                 teller.tell(detokenizer.push(token.id))
                 if teller.is_stopped:
                     answer.stop()
