@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from tests.support.processes.commands import call
-from tests.support.processes.nodes import Swarm
+from tests.support.processes.nodes import NodeProcess, Swarm
 from tests.support.swarm.tiny_swarm import load_tiny
 from tests.support.training.workers import write_job
 
@@ -49,4 +49,26 @@ def test_a_volunteer_hosts_until_a_job_needs_it_more(tmp_path: Path, cache_dir: 
         assert anna.process.wait(60) == 0
     finally:
         lab.close()
+    assert "Traceback" not in anna.log.read_text()
+
+
+@pytest.mark.slow
+def test_an_invited_volunteer_trains_the_job_of_a_private_swarm(tmp_path: Path, cache_dir: Path) -> None:
+    load_tiny(tmp_path)
+    swarm, model = str(tmp_path / "lab"), ("--model", str(tmp_path / "model"), "--cache-dir", str(cache_dir))
+    call("swarm", "create", "lab", "--out", swarm)
+    issuer = NodeProcess((swarm, "--issuer", f"{swarm}/authority.key", *model), tmp_path / "issuer")
+    with issuer:
+        where = ("--bootstrap", issuer.ready["addresses"][0])
+        toml = write_job(tmp_path, "diloco", "sync_every = 20", rounds=100_000)
+        toml = toml.replace(f'"{tmp_path}/data"', '"python-stdlib"\nmax_documents = 40')
+        (tmp_path / "job.toml").write_text(toml)
+        job = call("train", "create", str(tmp_path / "job.toml"), "--swarm", swarm, *where)["job"]
+        invite = call("swarm", "invite", swarm, "--role", "host", "--role", "trainer", *where)["invite"]
+        options = (invite, *model, "--yes", "--look-every", "0.5")
+        with NodeProcess(options, tmp_path / "anna", command="volunteer") as anna:
+            assert anna.wait("volunteer", role="train")["name"] == job
+            anna.wait("round", round=0)
+            call("finish", "--data-dir", str(anna.data_dir))
+            assert anna.process.wait(60) == 0
     assert "Traceback" not in anna.log.read_text()
