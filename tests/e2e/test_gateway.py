@@ -144,8 +144,8 @@ CHOICES = (
 
 @torch.inference_mode()
 def test_multiple_choice_scores_as_with_local_transformers(client: Any, cache_dir: Path) -> None:
-    """As lm-eval asks and reads: the last log probability belongs to the generated token, also where
-    it ends the answer."""
+    """As lm-eval reads: the last log probability is the generated token's, also if it ends the
+    answer."""
     local = resolve(MODEL, cache_dir=cache_dir)
     whole = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
     encode = local.vocabulary().tokenizer.encode
