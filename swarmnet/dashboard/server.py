@@ -1,12 +1,8 @@
 """The dashboard's HTTP server: the page, its JSON API, and events (SSE); ``run_dashboard`` starts
 it with its observer and history."""
 
-import gzip
-import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
 
 from swarmnet.dashboard import charts
-from swarmnet.dashboard.feed import MAX_VIEWERS, EncodedState, Feed
+from swarmnet.dashboard.feed import MAX_VIEWERS, Feed
 from swarmnet.dashboard.history import History
 from swarmnet.dashboard.observing.observations import SwarmInfo
 from swarmnet.dashboard.observing.observer import Observer
@@ -24,22 +20,12 @@ from swarmnet.dashboard.observing.polling import ObserverDependencies
 from swarmnet.swarm_file.entry import Entry
 from swarmnet.swarm_file.household import is_household
 from swarmnet.web.middleware import AccessPolicy, check_exposed, protect
+from swarmnet.web.pages import CSP, add_page, conditional_response
 from swarmnet.web.server import HttpEndpoint, serve_http
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net import PeerId
 
 STATIC = Path(__file__).parent / "static"
-PAGE = "index.html"
-MEDIA_TYPES = {
-    ".LICENSE": "text/plain; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".woff2": "font/woff2",
-}
-"""Media types by file ending. Files with other endings are not served."""
-CSP = "default-src 'self'; img-src 'self' data:; style-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
 KEEP_ALIVE_S = 15
 """Seconds between comments on an idle event stream, so that proxies keep it open."""
 MAX_PEER_EVENTS = 100
@@ -114,7 +100,7 @@ def create_app(feed: Feed, members: Members | None = None) -> FastAPI:
     """Return the ASGI app, without the middleware of ``swarmnet.web``."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=_GZIP_MIN_BYTES, compresslevel=6)
-    _add_page(app)
+    add_page(app, STATIC, "/peers/{_id}", "/jobs/{_id}")
     _add_state(app, feed)
     _add_history(app, feed)
     _add_members(app, members)
@@ -127,26 +113,10 @@ def _add_members(app: FastAPI, members: Members | None) -> None:
         return None if members is None else await run_in_threadpool(members)
 
 
-def _add_page(app: FastAPI) -> None:
-    files = static_files()
-
-    @app.get("/")
-    @app.get("/peers/{_id}")
-    @app.get("/jobs/{_id}")
-    async def page(request: Request) -> Response:
-        return _conditional_response(request, files[PAGE])
-
-    @app.get("/static/{path:path}")
-    async def static(request: Request, path: str) -> Response:
-        if path not in files:
-            raise HTTPException(404)
-        return _conditional_response(request, files[path])
-
-
 def _add_state(app: FastAPI, feed: Feed) -> None:
     @app.get("/api/v1/state")
     async def state(request: Request) -> Response:
-        return _conditional_response(request, feed.now)
+        return conditional_response(request, feed.now)
 
     @app.get("/api/v1/events")
     async def events(have: ETag = "") -> Response:
@@ -204,43 +174,3 @@ def _add_history(app: FastAPI, feed: Feed) -> None:
             raise HTTPException(404, "this swarm has no such training job")
         points = await run_in_threadpool(history.job_points, job)
         return {**entry, "curve": charts.job_chart(points), "last_rounds": charts.last_rounds(points)}
-
-
-@dataclass(frozen=True)
-class StaticFile:
-    """A file of the page. ``zipped`` is None if compression does not make it smaller."""
-
-    content: bytes
-    zipped: bytes | None
-    etag: str
-    media_type: str
-
-
-@cache
-def static_files() -> Mapping[str, StaticFile]:
-    """Return the files of the page by path, read and compressed once per process, so that no
-    request waits for the disk."""
-    return {
-        path.relative_to(STATIC).as_posix(): _read_static(path)
-        for path in STATIC.rglob("*")
-        if path.suffix in MEDIA_TYPES
-    }
-
-
-def _read_static(path: Path) -> StaticFile:
-    content = path.read_bytes()
-    zipped = gzip.compress(content, mtime=0)
-    etag = f'"{hashlib.sha256(content).hexdigest()[:24]}"'
-    return StaticFile(content, zipped if len(zipped) < len(content) else None, etag, MEDIA_TYPES[path.suffix])
-
-
-def _conditional_response(request: Request, content: StaticFile | EncodedState) -> Response:
-    """Return the content, or 304 if the browser has it. With ``no-cache`` browsers ask each time,
-    because content changes under its URL."""
-    headers = {"etag": content.etag, "cache-control": "no-cache", "vary": "accept-encoding"}
-    if content.etag in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=headers)
-    if "gzip" in request.headers.get("accept-encoding", "") and content.zipped is not None:
-        zipped = {"content-encoding": "gzip"}
-        return Response(content.zipped, media_type=content.media_type, headers=headers | zipped)
-    return Response(content.content, media_type=content.media_type, headers=headers)

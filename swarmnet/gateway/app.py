@@ -33,6 +33,7 @@ from swarmnet.gateway.generation.sequence_requests import prepare_prompts, seque
 from swarmnet.gateway.generation.tokenization import PromptTokenizer
 from swarmnet.gateway.metrics import GatewayMetrics
 from swarmnet.gateway.own_answers import OwnRequest, answer_own, check_key
+from swarmnet.gateway.page import STATIC
 from swarmnet.gateway.parsing import BodyParser, is_json
 from swarmnet.gateway.protocols import messages, ollama
 from swarmnet.gateway.protocols.chat_completions import CHAT_COMPLETIONS
@@ -53,6 +54,7 @@ from swarmnet.gateway.protocols.schemas import MAX_CHOICES, DetokenizeRequest, S
 from swarmnet.gateway.quotas import Quota, QuotaTracker
 from swarmnet.resident import PATH
 from swarmnet.web.middleware import key_name
+from swarmnet.web.pages import add_page
 from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
@@ -137,6 +139,7 @@ class Gateway:
         app.add_api_route(
             PATH, self.answer_own, methods=["POST"], response_model=None, include_in_schema=False
         )
+        add_page(app, STATIC)
         for kind in (ApiError, SwarmnetError, HTTPException, Exception):
             app.add_exception_handler(kind, self._handle_error)
         return app

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from swarmnet_client.chain.hops import ChainReport
+from swarmnet_client.chain.trace import TracedStep
 from swarmnet_client.model.grammar import Grammar
 from swarmnet_client.model.head import PromptReader
 from swarmnet_client.model.sampling import Sampling, Token
@@ -31,6 +32,8 @@ class Request:
     """Whether drafts are sent along with its newest token. The answer is the same."""
     grammar: Grammar | None = field(default=None, compare=False)
     """The grammar that the answer obeys. It ends the answer where nothing may follow."""
+    traced: bool = False
+    """Whether the answer has the times of its steps."""
     reader: PromptReader | None = field(default=None, compare=False)
     """Reads the outputs of the last block at the prompt's positions, before the first token."""
 
@@ -43,6 +46,14 @@ class Request:
     def reads_all(self) -> bool:
         """Whether the outputs of all positions are read, so that no KV caches can be reused."""
         return self.reader is not None and self.reader.reads_all
+
+
+@dataclass
+class AnswerStep:
+    """A traced step of an answer, and how many tokens it brought."""
+
+    step: TracedStep
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,8 @@ class Answer:
         """Why the answer ended, once it is complete."""
         self.trips = 0
         """Steps that brought tokens of the answer."""
+        self.steps: list[AnswerStep] = []
+        """The steps of the answer, if its request is traced."""
         self.report = ChainReport()
         """The report of the chain that computed the answer last."""
         self.grammar = request.grammar.start() if request.grammar is not None else None

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.batching.sequences import IDLE_S, KEPT_POSITIONS, SequenceGroup
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle
+from swarmnet_client.chain.trace import Trace
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.model.head import LmHead, NormedLayers, open_layers
 from swarmnet_client.model.load_options import LoadOptions
@@ -141,6 +142,8 @@ class Batcher:
         self.limits = limits
         self._head = head
         self._open_chain = open_chain
+        self.open_traced: Callable[[GiveUpIdle], AbstractAsyncContextManager[Chain]] | None = None
+        """Opens chains that record their steps. None if requests are not traced."""
         self._waiting: deque[Answer] = deque()
         self._groups: dict[SequenceGroup, asyncio.Task[None]] = {}
         self._room = math.inf
@@ -207,12 +210,15 @@ class Batcher:
             self._group_for(answer.request).join(answer)
 
     def _group_for(self, request: Request) -> SequenceGroup:
-        free = [group for group in self._groups if group.free]
+        is_traced = request.traced and self.open_traced is not None
+        free = [group for group in self._groups if group.free and (group.is_traced or not is_traced)]
         if free:
             return max(free, key=lambda group: (group.shared(request), group.free))
         size = min(self.limits.active, SEQUENCES_PER_CHAIN)
         kept = int(min(self._kept, self._hosts_room()))
-        group = SequenceGroup(size, self._head, self._open_chain, kept, self._draft_model, self._idle_s)
+        open_chain = (self.open_traced if is_traced else None) or self._open_chain
+        group = SequenceGroup(size, self._head, open_chain, kept, self._draft_model, self._idle_s)
+        group.is_traced = is_traced
         self._groups[group] = asyncio.create_task(self._run_group(group), name="sequences")
         return group
 
@@ -308,6 +314,11 @@ class BatchedModel:
             if speculates and options.draft:
                 draft_model = await loop.run_in_executor(computing, _draft_model, local, options)
             spec = options.chain_spec(local)
+
+            def open_traced(give_up_idle: GiveUpIdle) -> AbstractAsyncContextManager[Chain]:
+                traced = replace(spec, trace=Trace(loop.time, of_answers=True))
+                return Chain.open(hosts, traced, layers.embed, layers.logits, give_up_idle)
+
             await hosts.refresh()
             async with Batcher(
                 LmHead(layers, computing),
@@ -317,6 +328,7 @@ class BatchedModel:
                 lambda: hosts.room((0, spec.blocks)),
                 idle_s,
             ).running() as batcher:
+                batcher.open_traced = open_traced
                 yield cls(local, layers, vocabulary, batcher, hosts, local.max_positions, speculates)
         finally:
             computing.shutdown(wait=False)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from swarmnet_client.batching.answers import Answer, Request
+from swarmnet_client.batching.answers import Answer, AnswerStep, Request
 from swarmnet_client.batching.prefix_reuse import (
     Origin,
     RunningSequence,
@@ -156,6 +156,8 @@ class SequenceGroup:
 
         ``draft_model``, ``idle_s``: as in ``Batcher``.
         """
+        self.is_traced = False
+        """Whether the chain records its steps."""
         self._draft_model = draft_model
         self._idle_s = idle_s
         self.report = ChainReport()
@@ -336,6 +338,11 @@ class SequenceGroup:
             hidden = await chain.forward(tuple(rows), np.array(ids, np.int64), computed)
         finally:
             self._origins.subtract(used_now)
+        traced = chain.take_steps({row.sequence for row in rows})
+        for part in parts:
+            if (answer := part.sequence.answer) is not None and answer.request.traced:
+                mine = [step for step in traced if part.sequence.number in step.sequences]
+                answer.steps += map(AnswerStep, mine)
         hidden = await self._read_prompts(rows, prompts, hidden)
         if not asking:
             return
@@ -388,8 +395,10 @@ class SequenceGroup:
         ids = [token.id for token in tokens]
         sequence.speculator.choose(ids[:valid], len(part.draft))
         sequence.speculator.extend(ids[valid:])
-        last = len(tokens) - 1 if chosen.is_last else -1
+        last, before = len(tokens) - 1 if chosen.is_last else -1, len(answer.ids)
         needs_more = all(answer.add(token, is_last=at == last) for at, token in enumerate(tokens))
+        if answer.steps:
+            answer.steps[-1].tokens = len(answer.ids) - before
         sequence.start -= len(part.draft) + 1 - valid
         if needs_more:
             sequence.todo, sequence.is_decoding = ids[valid - 1 :], True

@@ -11,7 +11,7 @@ their inputs. A waiting step only takes longer.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from statistics import median
 
@@ -22,6 +22,7 @@ from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle, StepsInFlight
 from swarmnet_client.chain.supervisor import ChainSupervisor
+from swarmnet_client.chain.trace import TracedStep
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
@@ -91,8 +92,12 @@ class Chain:
         chain = cls(hosts, spec, embed, read, give_up_idle)
         async with in_background(chain._run()):
             yield chain
-            if spec.trace is not None:
+            if spec.trace is not None and spec.trace.steps:
                 await spec.trace.complete()
+
+    def take_steps(self, sequences: Collection[int]) -> list[TracedStep]:
+        """Return and forget the traced steps of ``sequences``."""
+        return self._spec.trace.take(sequences) if self._spec.trace is not None else []
 
     @property
     def lengths(self) -> Mapping[int, int]:
@@ -175,7 +180,7 @@ class Chain:
         self._supervisor.wake()
         trace, seq = self._spec.trace, self._in_flight.outbox.log.last + 1
         if trace is not None:
-            trace.asked(seq, sum(row.count for row in rows))
+            trace.asked(seq, sum(row.count for row in rows), tuple(row.sequence for row in rows))
         outputs = await self._in_flight.send(rows, values)
         if trace is not None:
             trace.mark(seq, Moment.ANSWERED)

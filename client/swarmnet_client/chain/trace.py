@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,9 @@ from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_STEPS = 20_000
 """Most steps of one trace; later ones are left out."""
+MAX_KEPT = 256
+"""Newest steps that wait for times of hops, in a trace of answers. More would hold memory for hops
+that never tell them; fewer would lose times of hops that are slow to tell them."""
 LATE_S = 1.0
 """Seconds that a client waits at the end of an answer for times that hops have yet to send."""
 SLACK_S = 1.0
@@ -58,10 +61,14 @@ class TracedStep:
     seq: int
     positions: int
     blocks: int
+    sequences: tuple[int, ...] = ()
+    """The sequences of the chain that the step continues."""
     marked: dict[Moment, float] = field(default_factory=dict)
     """Times on the client's clock."""
     stays: dict[int, HopStay] = field(default_factory=dict)
     """First block of a hop → times on that hop's clock."""
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when all hops have told their times."""
 
     @property
     def is_answered(self) -> bool:
@@ -100,14 +107,19 @@ class Slice(NamedTuple):
 
 
 class Trace:
-    """Records the steps of one answer. Its chain asks the hops for their times."""
+    """Records the steps of one answer. Its chain asks the hops for their times.
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    With ``of_answers``, it records those of all answers of one chain: each answer takes its own
+    steps (``take``), and the trace keeps no other.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, of_answers: bool = False) -> None:
         """``clock`` returns seconds."""
         self.trips: list[tuple[float, float]] = []
         """The beginning and the end of each trip around the chain."""
         self.steps: list[TracedStep] = []
         self._clock = clock
+        self._of_answers = of_answers
         self._blocks = 0
         self._by_seq: dict[int, TracedStep] = {}
         self._told = asyncio.Event()
@@ -122,14 +134,26 @@ class Trace:
         """Record a trip around the chain, which lasts while the context is open."""
         started_s = self._clock()
         yield
-        self.trips.append((started_s, self._clock()))
+        if not self._of_answers:
+            self.trips.append((started_s, self._clock()))
 
-    def asked(self, seq: int, positions: int) -> None:
+    def asked(self, seq: int, positions: int, sequences: tuple[int, ...] = ()) -> None:
         """Begin a step that the client is about to send."""
         if len(self.steps) < MAX_STEPS:
-            step = self._by_seq[seq] = TracedStep(seq, positions, self._blocks)
+            step = self._by_seq[seq] = TracedStep(seq, positions, self._blocks, sequences)
             self.steps.append(step)
             self.mark(seq, Moment.ASKED)
+        if self._of_answers and len(self._by_seq) > MAX_KEPT:
+            del self._by_seq[next(iter(self._by_seq))]
+
+    def take(self, sequences: Collection[int]) -> list[TracedStep]:
+        """Return and forget the answered steps of ``sequences``. Their hops may tell their times
+        later."""
+        found = [
+            step for step in self.steps if step.is_answered and not set(sequences).isdisjoint(step.sequences)
+        ]
+        self.steps = [step for step in self.steps if step not in found]
+        return found
 
     def mark(self, seq: int, moment: Moment) -> None:
         """Record that ``moment`` is now. If a step is sent again, its first times stay."""
@@ -145,6 +169,8 @@ class Trace:
         if times.stay_s > self._clock() - step.marked[Moment.ASKED] + SLACK_S:
             raise ProtocolViolation("a hop reports that it had a step longer ago than it was sent")
         step.stays[hop.start] = HopStay(session, hop, times)
+        if step.route:
+            step.told.set()
         self._told.set()
 
     async def complete(self) -> None:
@@ -216,6 +242,47 @@ def clock_offsets(steps: Iterable[TracedStep]) -> dict[tuple[bytes, ...], dict[b
             offsets[sessions][stay.session] = at_s - stay.times.at_s[0]
             at_s += stay.times.stay_s
     return offsets
+
+
+@dataclass(frozen=True)
+class HopParts:
+    """Where the time of a step went on one hop, and on the wire to it, in seconds."""
+
+    wire_s: float
+    wait_s: float
+    compute_s: float
+    send_s: float
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Where the time of a step went, in seconds. ``hops`` is empty unless all hops told their
+    times.
+
+    - ``here_s``: at the client, before the step was sent.
+    - ``back_s``: on the wire from the last hop.
+    """
+
+    took_s: float
+    here_s: float
+    back_s: float
+    hops: tuple[HopParts, ...]
+
+
+def step_parts(step: TracedStep, offsets: Mapping[bytes, float]) -> StepParts:
+    """Return where the time of an answered step went. ``offsets``: of the clocks of its hops, as
+    ``clock_offsets`` returns them."""
+    at_s = step.client_s
+    here_s, left_s = at_s[-2] - at_s[0], at_s[-2]
+    hops = []
+    for stay in step.route:
+        received_s, started_s, computed_s, taken_s, _, sent_s = (
+            each + offsets[stay.session] for each in stay.times.at_s
+        )
+        wait_s = started_s - received_s + taken_s - computed_s
+        hops.append(HopParts(max(0.0, received_s - left_s), wait_s, computed_s - started_s, sent_s - taken_s))
+        left_s = sent_s
+    return StepParts(at_s[-1] - at_s[0], here_s, max(0.0, at_s[-1] - left_s), tuple(hops))
 
 
 def _answer_slices(trips: Sequence[tuple[float, float]]) -> list[Slice]:

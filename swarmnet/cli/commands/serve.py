@@ -125,6 +125,7 @@ class EndpointOptions:
         Raises ``ConfigError`` if other machines reach it without a key, or if a key or an origin is
         invalid.
         """
+        from swarmnet.gateway.page import PUBLIC_PATHS
         from swarmnet.web.middleware import AccessPolicy, check_exposed
 
         keys = _keys(self.api_key_file)
@@ -132,7 +133,7 @@ class EndpointOptions:
         if keys:
             keys = _keys(self.api_key_file, {KEY_NAME: own_key})
         origins = [check_origin(each) for each in self.cors]
-        return AccessPolicy(keys, [self.host, *self.allow_host], origins, ["/health"])
+        return AccessPolicy(keys, [self.host, *self.allow_host], origins, PUBLIC_PATHS)
 
 
 def serve(

@@ -1,13 +1,12 @@
 /** The entry point: chooses the page by the URL, gives it every new state, and shows the state of the connection. */
 
-import { setAttribute, setText } from "./dom.js";
+import { cycleTheme, setAttribute, setText } from "./dom.js";
 import { clock, shortId } from "./format.js";
 import { overviewPage } from "./pages/overview.js";
 import { follow } from "./state.js";
 import { admission } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
-const THEMES = [["system", "as the system"], ["light", "light"], ["dark", "dark"]];
 const LINKS = { live: "Live", polled: "Every 10 s", lost: "Not connected" };
 
 async function route(path) {
@@ -15,17 +14,6 @@ async function route(path) {
   if (kind === "peers" && id) return (await import("./pages/peer.js")).peerPage(decodeURIComponent(id));
   if (kind === "jobs" && id) return (await import("./pages/job.js")).jobPage(decodeURIComponent(id));
   return overviewPage();
-}
-
-function themes() {
-  const { colours } = window;
-  const at = () => THEMES.findIndex(([name]) => name === colours.chosen);
-  const label = () => setAttribute($("theme"), "aria-label", `Colours: ${THEMES[at()][1]}`);
-  $("theme").addEventListener("click", () => {
-    colours.choose(THEMES[(at() + 1) % THEMES.length][0]);
-    label();
-  });
-  label();
 }
 
 function onLink({ state, since_s, retry_ms }) {
@@ -40,7 +28,7 @@ function onLink({ state, since_s, retry_ms }) {
 }
 
 async function main() {
-  themes();
+  cycleTheme($("theme"));
   const page = await route(location.pathname);
   let first = true;
   follow((state) => {

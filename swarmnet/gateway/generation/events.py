@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from swarmnet.gateway.generation.answer_trace import AnswerTrace
 from swarmnet.gateway.generation.requests import ToolCall
 from swarmnet_client.model.sampling import Token
 
@@ -76,6 +77,8 @@ class Usage:
     cached_tokens: int = 0
     precisions: list[str] = field(default_factory=list)
     trips: int = 0
+    trace: AnswerTrace | None = None
+    """The steps of a traced request."""
 
 
 @dataclass

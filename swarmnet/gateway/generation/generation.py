@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from swarmnet.gateway.generation.answer_reader import AnswerReader
+from swarmnet.gateway.generation.answer_trace import AnswerTrace
 from swarmnet.gateway.generation.detokenizer import IncrementalDetokenizer, StopStrings
 from swarmnet.gateway.generation.events import ChoiceEnd, Delta, TextDelta, Usage
 from swarmnet.gateway.generation.tokenization import PreparedPrompt
@@ -37,7 +38,8 @@ class Generation:
     ) -> None:
         """``choices``: the request of each choice, and its prompt. ``prompt_tokens``: tokens of all
         prompts, each counted once."""
-        self.usage = Usage(prompt_tokens)
+        traced = any(request.traced for request, _ in choices)
+        self.usage = Usage(prompt_tokens, trace=AnswerTrace() if traced else None)
         """Tokens and hosts of the choices so far."""
         self._served = served
         self._choices = choices
@@ -108,6 +110,8 @@ class Generation:
         count = 0
         last_s = self._start_s
         async with self._served.batcher.answer(request) as answer:
+            if self.usage.trace is not None:
+                self.usage.trace.add(answer)
             async for token in answer.news():
                 if isinstance(token, Prefill):
                     self._queue.put_nowait(token)
@@ -131,6 +135,8 @@ class Generation:
             usage.cached_tokens += answer.reused
             usage.precisions += [each for each in answer.precisions if each not in usage.precisions]
             usage.trips += answer.trips
+        if self.usage.trace is not None:
+            await self.usage.trace.complete()
         teller.end(detokenizer.flush())
         reason = answer.finish_reason or "stop"
         self._observe_choice(request, count, answer.reused, reason)

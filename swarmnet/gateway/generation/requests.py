@@ -113,6 +113,7 @@ class GenerationRequest:
     - ``echo``: whether choices begin with their prompts, which are texts or token lists.
     - ``max_tokens``: None for as many as the context has room for; 0 only with ``echo``.
     - ``bad_words``: texts that the answer never contains.
+    - ``traced``: whether the answer tells the times of its steps.
     - ``user``, ``salt``: prompts of different users and salts never share caches.
     """
 
@@ -126,6 +127,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     output: OutputFormat | None = None
     stream: bool = False
+    traced: bool = False
     ignore_eos: bool = False
     bad_words: tuple[str, ...] = ()
     user: str = ""

@@ -67,6 +67,7 @@ def sequence_requests(
                     owner=_owner(wanted, key),
                     speculate=served.speculates,
                     reader=reader,
+                    traced=wanted.traced,
                     grammar=prepared.grammar,
                 )
             )

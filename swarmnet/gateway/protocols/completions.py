@@ -78,12 +78,15 @@ class CompletionWriter(AnswerWriter):
         }
 
     def event(self, event: Delta, usage: Usage) -> Iterable[bytes]:
-        fields = {"precisions": usage.precisions} if isinstance(event, ChoiceEnd) else {}
+        fields: dict[str, Any] = {"precisions": usage.precisions} if isinstance(event, ChoiceEnd) else {}
+        if usage.trace is not None:
+            fields["swarmnet"] = {"tokens": len(event.tokens), **usage.trace.news()}
         yield self._chunk([self._chunk_choice(event)], **fields)
 
     def end(self, usage: Usage) -> Iterable[bytes]:
-        if self._with_usage:
-            yield self._chunk([], usage=usage_fields(usage))
+        traced = {} if usage.trace is None else {"swarmnet": usage.trace.news(is_end=True)}
+        if self._with_usage or traced:
+            yield self._chunk([], **({"usage": usage_fields(usage)} if self._with_usage else {}), **traced)
         yield DONE
 
     def failed(self, error: ApiError) -> Iterable[bytes]:

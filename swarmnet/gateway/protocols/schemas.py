@@ -192,6 +192,8 @@ class StructuredOutputs(StrictModel):
 
 class StreamOptions(StrictModel):
     include_usage: bool = False
+    include_trace: bool = False
+    """swarmnet's own: whether chunks tell the route and the times of each trip."""
     include_obfuscation: Literal[False] = False
 
 
@@ -271,6 +273,7 @@ class GenerationBody(StrictModel):
             "n": self.n,
             "stop": tuple(self.stop),
             "stream": self.stream,
+            "traced": self.stream and self.stream_options.include_trace,
             "ignore_eos": self.ignore_eos,
             "user": self.user,
             "salt": self.cache_salt,

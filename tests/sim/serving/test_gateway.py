@@ -86,6 +86,30 @@ def test_a_streamed_chat_equals_a_whole_one(tiny: Reference) -> None:
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
+def test_a_stream_tells_the_route_and_times_of_each_trip(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        options = {"stream": True, "stream_options": {"include_usage": True, "include_trace": True}}
+        plain, traced = [
+            events_of((await caller.chat(max_tokens=TOKENS, **each)).text)
+            for each in ({"stream": True}, options)
+        ]
+        return plain, traced
+
+    plain, traced = served(tiny, scenario)
+    assert not any("swarmnet" in chunk for chunk in plain)
+    told = [chunk["swarmnet"] for chunk in traced if "swarmnet" in chunk]
+    assert sum(each.get("tokens", 0) for each in told) == TOKENS
+    (route,) = [each["route"] for each in told if "route" in each]
+    assert [(hop["start"], hop["end"]) for hop in route] == sorted(SPANS.values())
+    steps = [step for each in told for step in each.get("steps", [])]
+    assert sum(step["tokens"] for step in steps) == TOKENS
+    assert sum(step["tokens"] > 0 for step in steps) == traced[-1]["usage"]["trips"]
+    for step in steps:
+        assert [hop["peer"] for hop in step["hops"]] == [hop["peer"] for hop in route]
+        parts = [value for hop in step["hops"] for name, value in hop.items() if name.endswith("_s")]
+        assert sum(parts) + step["here_s"] + step["back_s"] == pytest.approx(step["took_s"], abs=1e-4)
+
+
 def test_an_answer_names_the_precisions_of_its_hosts(tiny: Reference) -> None:
     async def scenario(lab: Lab, caller: Caller) -> Any:
         await lab.start("b2", lying(lab.hosting(SPANS["b"]), precision="int4"))

@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -226,20 +225,6 @@ def test_a_viewer_with_a_recent_state_gets_a_patch(tmp_path: Path) -> None:
             assert await viewer.next(site.feed) == ("state", site.feed.now.text)
 
     with_site(tmp_path, scenario)
-
-
-def test_every_imported_module_is_preloaded() -> None:
-    text = (STATIC / "index.html").read_text()
-    listed = {STATIC / path for path in re.findall(r'modulepreload" href="/static/([^"]+)"', text)}
-    needed: set[Path] = set()
-    coming = [STATIC / "main.js"]
-    while coming:
-        module = coming.pop()
-        needed.add(module)
-        imports = re.findall(r'^import .* from "([^"]+)"', module.read_text(), re.MULTILINE)
-        coming += [path for each in imports if (path := (module.parent / each).resolve()) not in needed]
-    assert needed - listed == {STATIC / "main.js"}
-    assert listed <= needed
 
 
 def test_the_number_of_viewers_is_limited(tmp_path: Path) -> None:

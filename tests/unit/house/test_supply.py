@@ -30,7 +30,7 @@ EXCEPT = {
     "protocols/swarmnet_protocols/models/__init__.py": {"<computed>"},  # imports modules of its table
     "swarmnet/cli/lazy.py": {"<computed>"},  # imports commands that cli/__init__.py lists
     "swarmnet/dashboard/feed.py": {"gzip"},  # compresses only
-    "swarmnet/dashboard/server.py": {"gzip"},
+    "swarmnet/web/pages.py": {"gzip"},
 }
 CALLS = {
     "eval", "exec", "compile", "__import__",

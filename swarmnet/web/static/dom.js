@@ -59,6 +59,25 @@ export function reconcile(parent, items, key, make, update) {
   for (const node of old.values()) node.remove();
 }
 
+/** A button that copies the text of `node`. */
+export function copyButton(name, node, text = () => node.textContent) {
+  const label = h("span", {}, "Copy");
+  const button = h("button", { type: "button", class: "copy", "aria-label": name }, label);
+  button.addEventListener("click", async () => {
+    let done = false;
+    try {
+      await navigator.clipboard.writeText(text());
+      done = true;
+    } catch {
+      getSelection().selectAllChildren(node); // browsers have no clipboard without https: select the text instead
+    }
+    label.textContent = done ? "Copied" : "Selected";
+    announce(done ? "Copied" : "Selected: copy it with the keyboard");
+    setTimeout(() => { label.textContent = "Copy"; }, 1600);
+  });
+  return button;
+}
+
 /** A command with a button that copies it. */
 export function commandNode(command) {
   const code = h("code", {});
@@ -66,20 +85,7 @@ export function commandNode(command) {
     if (code.textContent !== text) code.replaceChildren(...text.split(/( )/).map((word) => (word === " " ? word : h("span", {}, word)))); // spans, so that lines break between words only
   };
   setCommand(command);
-  const label = h("span", {}, "Copy");
-  const button = h("button", { type: "button", class: "copy", "aria-label": "Copy the command" }, label);
-  button.addEventListener("click", async () => {
-    let done = false;
-    try {
-      await navigator.clipboard.writeText(code.textContent);
-      done = true;
-    } catch {
-      getSelection().selectAllChildren(code); // browsers have no clipboard without https: select the command instead
-    }
-    label.textContent = done ? "Copied" : "Selected";
-    announce(done ? "Copied" : "Selected: copy it with the keyboard");
-    setTimeout(() => { label.textContent = "Copy"; }, 1600);
-  });
+  const button = copyButton("Copy the command", code);
   const node = h("div", { class: "command" }, code, button);
   node.setCommand = setCommand;
   return node;
@@ -107,4 +113,18 @@ export function segmented(label, choices, chosen, choose) {
     },
   }, text));
   return h("div", { class: "segmented", role: "group", "aria-label": label }, buttons);
+}
+
+const THEMES = [["system", "as the system"], ["light", "light"], ["dark", "dark"]];
+
+/** Lets a button choose the colours of the page (`theme.js`): as the system, light, dark. */
+export function cycleTheme(button) {
+  const { colours } = window;
+  const at = () => THEMES.findIndex(([name]) => name === colours.chosen);
+  const label = () => setAttribute(button, "aria-label", `Colours: ${THEMES[at()][1]}`);
+  button.addEventListener("click", () => {
+    colours.choose(THEMES[(at() + 1) % THEMES.length][0]);
+    label();
+  });
+  label();
 }
