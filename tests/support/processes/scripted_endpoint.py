@@ -26,13 +26,23 @@ def step(tokens: int, number: int) -> dict[str, Any]:
     wait_s = 0.05 if number % 7 == 3 else 0.002
     hops = [hop | {"wire_s": 0.011, "wait_s": wait_s, "compute_s": 0.014, "send_s": 0.001} for hop in ROUTE]
     took_s = 0.002 + 0.011 + sum(0.026 + wait_s for _ in hops)
-    return {"tokens": tokens, "positions": tokens, "took_s": took_s, "here_s": 0.002, "back_s": 0.011, "hops": hops}
+    return {
+        "tokens": tokens,
+        "positions": tokens,
+        "took_s": took_s,
+        "here_s": 0.002,
+        "back_s": 0.011,
+        "hops": hops,
+    }
 
 
 def said(text: str) -> list[Delta]:
     """An answer in pieces of three words."""
     words = text.split(" ")
-    return [{"content": " ".join(words[at : at + 3]) + (" " if at + 3 < len(words) else "")} for at in range(0, len(words), 3)]
+    return [
+        {"content": " ".join(words[at : at + 3]) + (" " if at + 3 < len(words) else "")}
+        for at in range(0, len(words), 3)
+    ]
 
 
 @dataclass
