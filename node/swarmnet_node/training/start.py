@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from swarmnet_node.owner.given import Given
     from swarmnet_node.training.checkpoint import CheckpointStore, Kept
     from swarmnet_node.training.events import EventHandler, WorkerReporter
-    from swarmnet_node.training.stage_choice import StageMover
+    from swarmnet_node.training.pipeline.stage_choice import StageMover
     from swarmnet_node.training.steps.stage_trainer import StageTrainer
     from swarmnet_node.training.steps.trainer import Trainer
     from swarmnet_node.training.worker import Worker
@@ -300,7 +300,7 @@ class Training:
 
     async def _open(self) -> "Worker":
         from swarmnet_node.training.checkpoint import CheckpointStore, Kept
-        from swarmnet_node.training.stage_choice import keep_choice
+        from swarmnet_node.training.pipeline.stage_choice import keep_choice
         from swarmnet_node.training.worker import Worker, WorkerDependencies
         from swarmnet_protocols.directory.host_announcements import read_hosts
         from swarmnet_protocols.fetching.peers import SwarmPeers, WeightHost
@@ -370,17 +370,15 @@ class Training:
             checkpoints.save(saved, trainer.write)
 
     def _mover(self) -> "StageMover":
-        from swarmnet_node.training.stage_choice import StageMover
+        from swarmnet_node.training.pipeline.stage_choice import StageMover
         from swarmnet_protocols.machine.clock import wall_clock
 
-        config, job = self.config, open_job(self.sealed).job
+        config = self.config
         moved = moved_stage(config.data_dir, config.job)
         now = asyncio.get_running_loop().time()
         return StageMover(
             self.directory,
             config.job,
-            job.stage_count or 1,
-            self.transport.peer_id,
             self.transport.addresses,
             self.rng,
             lambda stage: asyncio.to_thread(self._may_take, stage),
@@ -407,7 +405,7 @@ class Training:
 
         Raises ``ConfigError`` for a stage that the job does not have.
         """
-        from swarmnet_node.training.stage_choice import choose_stage
+        from swarmnet_node.training.pipeline.stage_choice import choose_stage
 
         config, sealed, transport = self.config, open_job(self.sealed), self.transport
         stages = sealed.job.stages

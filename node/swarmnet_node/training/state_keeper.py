@@ -8,7 +8,7 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -16,18 +16,18 @@ from pathlib import Path
 
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.known_workers import KnownWorkers
-from swarmnet_node.training.pipeline.stage_copies import FoundState
 from swarmnet_node.training.pipeline.turns import Compute
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.shared_state import max_state_bytes
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import Progress
-from swarmnet_protocols.net import Buffer, Transport
-from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition
 from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
 from swarmnet_protocols.training.pacing import WorkerPace, kept_share
-from swarmnet_protocols.training.state_transfer import PackedState, StateServer, fetch_state
+from swarmnet_protocols.training.pipeline.stage_decisions import Restore
+from swarmnet_protocols.training.rounds.terms import RoundMember
+from swarmnet_protocols.training.state_transfer import PackedState, StateServer
 
 UNDECIDED_S = 1.0
 """Seconds until the voters are asked again, after an answer without a majority."""
@@ -37,25 +37,20 @@ RETRY_DOWNLOAD_S = 5.0
 
 @dataclass
 class StateKeeper:
-    """Keeps the shared state of one worker of the job ``job_id``, which meets others at ``key``."""
+    """Keeps the shared state of one worker of the job ``job_id``."""
 
     job_id: str
-    key: bytes
     replica: Replica
     checkpoints: CheckpointStore
     workers: KnownWorkers
     matchmaking: Matchmaking
     server: StateServer
-    transport: Transport
-    timing: Timing
     pace: WorkerPace
     compute: Compute
     writer: Executor
     """The thread that writes checkpoints."""
     progress: Progress
     emit: Callable[..., None]
-    begin: Callable[[int], Awaitable[None]]
-    """Makes the worker continue from a round whose state was loaded."""
     _writing: asyncio.Future[Path] | None = None
     """The checkpoint that is being written."""
 
@@ -83,15 +78,16 @@ class StateKeeper:
             await self.written()
         await self.server.withdraw(None if kind == "scalars" else self.spill)
 
-    async def compare(self, round: int) -> bool:
-        """Move to the state that most workers have. Return whether they are at another one."""
+    async def compare(self, round: int) -> int | None:
+        """Move to the state that most workers have. Return the round of the state that was loaded,
+        or None."""
         verdict = await self._verdict()
-        if isinstance(verdict, CatchUp):
-            await self._move(verdict, round, 0)
-        return isinstance(verdict, CatchUp)
+        return await self._move(verdict, round, 0) if isinstance(verdict, CatchUp) else None
 
-    async def catch_up(self, out_of_sync: OutOfSync, round: int, late_tokens: int) -> None:
+    async def catch_up(self, out_of_sync: OutOfSync, round: int, late_tokens: int) -> int | None:
         """Move to the round and state that most workers have, if they are ahead of ``round``.
+
+        Return the round of the state that was loaded, or None.
 
         ``out_of_sync`` is one worker's claim, so it decides nothing. ``late_tokens``: the tokens of
         a contribution that came too late.
@@ -99,8 +95,7 @@ class StateKeeper:
         await self.workers.refresh(at_once=True)
         verdict = await self._verdict()
         if isinstance(verdict, CatchUp):
-            await self._move(verdict, round, late_tokens)
-            return
+            return await self._move(verdict, round, late_tokens)
         claimed = out_of_sync.position.round
         reason = f"{out_of_sync}, but a majority of the last roster does not confirm it"
         self.emit("heal_failed", round=claimed, reason=reason)
@@ -108,17 +103,19 @@ class StateKeeper:
             self.workers.distrust(out_of_sync.peer)
         else:
             await asyncio.sleep(UNDECIDED_S)
+        return None
 
-    async def restore(self, found: FoundState) -> None:
-        """Continue a stage that was lost, with the state that was found for it."""
-        if isinstance(found.state, bytearray):
-            await self.compute(partial(self.replica.load_shared, found.state))
-        elif found.state is not None:
-            await self.compute(partial(self.replica.merge, found.state))
-            self.replica.revision = max(1, self.replica.revision)
-        await self.begin(found.round)
+    async def restore(self, found: Restore, holders: Sequence[RoundMember]) -> None:
+        """Continue a stage that was lost. ``holders``: the workers that have the copy."""
+        source = f"this worker's own state of round {self.matchmaking.position.round}"
+        if found.copy is not None:
+            data, _ = await self.server.fetch(
+                self.server.job, found.copy.state, holders, max_bytes=self._max_bytes
+            )
+            await self.compute(partial(self.replica.load_shared, data))
+            source = f"a copy of round {found.copy.round}"
         await self.publish(found.round)
-        self.emit("restored", round=found.round, source=found.source)
+        self.emit("restored", round=found.round, source=source)
 
     async def save(self, round: int) -> None:
         """Copy the state after ``round`` rounds, and start to write it. Raises
@@ -145,8 +142,13 @@ class StateKeeper:
         matchmaking, same_state = self.matchmaking, self.replica.method.shares_weights
         return await self.workers.compare(matchmaking.position, matchmaking.positions, same_state=same_state)
 
-    async def _move(self, verdict: CatchUp, at: int, late_tokens: int) -> None:
-        """Download the state of ``verdict``, and continue from there. ``at``: the present round."""
+    @property
+    def _max_bytes(self) -> int:
+        return max_state_bytes(self.replica.trainer.parameter_count)
+
+    async def _move(self, verdict: CatchUp, at: int, late_tokens: int) -> int | None:
+        """Download the state of ``verdict``. Return its round, or None if that fails. ``at``: the
+        present round."""
         start_s = asyncio.get_running_loop().time()
         here, there = self.matchmaking.position, verdict.position
         if at and there.round > at + 2:
@@ -156,13 +158,11 @@ class StateKeeper:
         # Workers that ask for the position during the download get the new one, and wait.
         await self.matchmaking.set_position(there)
         try:
-            data, dropped = await fetch_state(
-                self.transport,
-                self.key,
+            data, dropped = await self.server.fetch(
+                self.server.job,
                 there.state,
                 self.workers.sources(verdict.peers, only=not self.replica.method.shares_weights),
-                self.timing,
-                max_bytes=max_state_bytes(self.replica.trainer.parameter_count),
+                max_bytes=self._max_bytes,
                 on_bytes=partial(self.progress, "fetching the state"),
             )
         except SwarmnetError as error:
@@ -171,11 +171,10 @@ class StateKeeper:
             await self.matchmaking.set_position(here)
             self.emit("heal_failed", round=there.round, reason=str(error))
             await asyncio.sleep(RETRY_DOWNLOAD_S)
-            return
+            return None
         keep = kept_share(there.round - here.round) if late_tokens else 0.0
         await self.compute(partial(self.replica.load_shared, data, keep))
         await self.publish(there.round)
-        await self.begin(there.round)
         self.emit(
             "healed",
             round=there.round,
@@ -184,6 +183,7 @@ class StateKeeper:
             seconds=round(asyncio.get_running_loop().time() - start_s, 3),
             dropped=[{"peer_id": peer, "reason": why} for peer, why in dropped.items()],
         )
+        return there.round
 
     async def spill(self, pieces: Sequence[Buffer]) -> memoryview:
         """Return a copy of a state on the disk."""

@@ -23,7 +23,7 @@ All computation is in ``replica.py``.
 import asyncio
 import random
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -38,8 +38,9 @@ from swarmnet_node.training.known_workers import KnownWorkers
 from swarmnet_node.training.pipeline.audits import WorkerStanding
 from swarmnet_node.training.pipeline.pipeline import Pipeline
 from swarmnet_node.training.pipeline.stage_copies import StageCopies
+from swarmnet_node.training.pipeline.stage_part import StagePart
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
-from swarmnet_node.training.stage_choice import StageMover
+from swarmnet_node.training.pipeline.stage_choice import StageMover
 from swarmnet_node.training.state_keeper import StateKeeper
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport, Trainer
@@ -54,7 +55,7 @@ from swarmnet_protocols.training.bandwidth import ArrivalRates
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.values import Values
 from swarmnet_protocols.training.job_records import job_announcement, worker_announcement
-from swarmnet_protocols.training.jobs import open_job
+from swarmnet_protocols.training.jobs import SealedJob, open_job
 from swarmnet_protocols.training.matchmaking import Matchmaking, NoPlace, OutOfSync
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.pacing import LEAST_WAIT_S, Wait, WorkerPace
@@ -80,15 +81,6 @@ ANNOUNCE_S = 20.0
 LAST_WORD_S = 2.0
 """Seconds in which a worker announces that it leaves. With more, a worker ends later when the
 directory does not answer. With less, a slow directory misses the announcement."""
-LOOK_S = 5.0
-"""Seconds between two looks at its own stage, while a worker waits for other stages. With less, it
-asks its stage too often. With more, it notices late that the stage has gone on without it."""
-HAND_OVER_S = 180.0
-"""Seconds that the only worker of a stage waits until another one has its state. With more, its
-owner waits longer for a worker that may never come. With less, a large state is not copied in
-time."""
-_ONLY_WORKER = "this is the only worker of its stage; it leaves as soon as another one has its state"
-_NO_TAKER = "no other worker took the state of this stage; start this machine again to go on with it"
 _NO_EVALUATION = "the other stages did not compute it in time"
 SPARE_S = 5.0
 """Seconds until a spare worker asks again for a place. With less, many spares keep the others busy.
@@ -154,8 +146,6 @@ class Worker:
         opened = open_job(sealed)
         self.job_id = opened.id
         self.round = 0
-        self.next_stage: int | None = None
-        """The stage to which this worker moves. Its caller then starts a worker of that stage."""
         self.stopping = False
         self._stopped = asyncio.Event()
         self.is_pausing = False
@@ -175,8 +165,6 @@ class Worker:
         self._last_exchange = 0
         self._spare = False
         """True while the job has enough workers, and this worker waits for a place."""
-        self._is_over = False
-        """True when the job ended without this worker."""
         method = self._method
         self._pace = WorkerPace(method.steps_per_round, method.overlap_steps, trainer.step_s)
         self._rates = ArrivalRates()
@@ -185,8 +173,6 @@ class Worker:
         self._timing = Timing()
         self._metered_at = Meters()
         """The meters at the last round's end."""
-        self._pipeline: Pipeline | None = None
-        """This worker's part in a job with stages."""
         self._group_id = self.job_id
         """The id under which workers that average together meet: the job's, or a stage's."""
         slots = 1
@@ -200,19 +186,6 @@ class Worker:
             self._transport.peer_id,
             has_trained=lambda: self._replica.revision > 0,
         )
-        if isinstance(trainer, StageTrainer):
-            standing = WorkerStanding(
-                dependencies.sign, self._workers.excluded, self._exclude, dependencies.rng
-            )
-            self._pipeline = Pipeline.of(
-                opened,
-                trainer,
-                self._transport,
-                dependencies.directory,
-                self._compute,
-                standing,
-            )
-            self._pipeline.has_place = lambda: self._slot is not None
         self._state_server = StateServer(self._transport, self._job_hash, self._timing)
         exchange = opened.job.exchange
         self._matchmaking = Matchmaking(
@@ -232,7 +205,7 @@ class Worker:
             AggregationRules.named(
                 exchange.aggregate,
                 float(slots * opened.job.round_tokens),
-                exact=self._pipeline is not None and method.kind == "gradients",
+                exact=isinstance(trainer, StageTrainer) and method.kind == "gradients",
             ),
             dependencies.codec_executor,
             on_proven=self._exclude,
@@ -241,40 +214,59 @@ class Worker:
         self._pairs = Pairs(context, self._state_server, self._replica.codec)
         self._keeper = StateKeeper(
             self.job_id,
-            self._job_hash,
             self._replica,
             checkpoints,
             self._workers,
             self._matchmaking,
             self._state_server,
-            self._transport,
-            self._timing,
             self._pace,
             self._compute,
             dependencies.writer,
             dependencies.progress,
             self._emit,
-            self._continue_from,
         )
-        self._copies: StageCopies | None = None
-        """Copies of the states of stages, in a job with stages."""
-        self._is_stranded = False
-        """True while the other stages went on without this worker's stage."""
-        self._leaves = False
-        """True while this worker waits until another one has its stage's state."""
-        self._missing: tuple[int, int] | None = None
-        """The round and the stage without a worker that were told last."""
-        if isinstance(trainer, StageTrainer) and self._pipeline is not None:
-            self._pipeline.job.workers.tell_missing = self._tell_missing
-            self._copies = StageCopies(
-                self._pipeline.job,
-                trainer,
-                dependencies.directory,
-                self._state_server,
-                self._keeper.spill,
-                self._emit,
-                available_bytes=dependencies.available_bytes,
-            )
+        self._stages: StagePart | None = None
+        """This worker's part in a job with stages."""
+        if isinstance(trainer, StageTrainer):
+            self._stages = self._stage_part(opened, trainer)
+
+    def _stage_part(self, opened: SealedJob, trainer: StageTrainer) -> StagePart:
+        given = self._dependencies
+        standing = WorkerStanding(
+            given.sign,
+            self._workers.excluded,
+            self._exclude,
+            given.rng,
+            has_place=lambda: self._slot is not None,
+            emit=self._emit,
+        )
+        pipeline = Pipeline.of(opened, trainer, self._transport, given.directory, self._compute, standing)
+        copies = StageCopies(
+            pipeline.job,
+            trainer,
+            given.directory,
+            self._state_server,
+            self._keeper.spill,
+            self._emit,
+            available_bytes=given.available_bytes,
+        )
+        return StagePart(
+            pipeline,
+            trainer,
+            self._workers,
+            self._matchmaking,
+            self._keeper,
+            copies,
+            given.mover,
+            self._emit,
+            self.stop,
+            opened.job.job.rounds,
+        )
+
+    @property
+    def next_stage(self) -> int | None:
+        """The stage to which this worker moves. Its caller then starts a worker of that stage."""
+        return None if self._stages is None else self._stages.next_stage
 
     async def run(self) -> None:
         """Train until the last round of the job, ``stop`` or ``pause``. Then save a checkpoint.
@@ -284,9 +276,9 @@ class Worker:
         self.round = await self._keeper.resume()
         await self._state_server.serve()
         await self._matchmaking.serve()
-        if self._pipeline is not None:
-            await self._pipeline.advance(self.round, self._matchmaking.position.state)
-            await self._pipeline.serve()
+        if self._stages is not None:
+            await self._stages.pipeline.advance(self.round, self._matchmaking.position.state)
+            await self._stages.pipeline.serve()
         await self._tell_privacy(None)
         self._metered_at = self._meters()
         async with self._averager:
@@ -299,7 +291,7 @@ class Worker:
                 round=self.round,
                 rounds=self._job.job.rounds,
                 parameters=self._replica.trainer.parameter_count,
-                **self._about_stage(),
+                **({} if self._stages is None else self._stages.about),
             )
             dependencies = self._dependencies
             self._announcer = announcer = Announcer(
@@ -309,12 +301,8 @@ class Worker:
                 ANNOUNCE_S,
                 ending=self._last_word,
             )
-            runs: list[Coroutine[Any, Any, object]] = [persist("the announcement", announcer.run)]
-            if self._copies is not None:
-                runs.append(persist("copies of a stage", self._copies.keep))
-            if dependencies.mover is not None:
-                runs.append(self._move_when_needed(dependencies.mover))
-            async with in_background(*runs):
+            beside = () if self._stages is None else self._stages.background()
+            async with in_background(persist("the announcement", announcer.run), *beside):
                 try:
                     failure = await race(self._interrupted, self._run_rounds())
                     if self.is_pausing:
@@ -326,8 +314,8 @@ class Worker:
                         raise failure
                 finally:
                     await cancel(self._pending.task if self._pending else None)
-                    if self._pipeline is not None:
-                        await self._pipeline.close()
+                    if self._stages is not None:
+                        await self._stages.pipeline.close()
             await announcer.withdraw(LAST_WORD_S)  # others then know that this worker is not lost
             if not self.is_pausing and self.next_stage is None:
                 done = {"rounds": self._job.job.rounds, "revision": self._replica.revision}
@@ -337,17 +325,8 @@ class Worker:
         """Make ``run`` return after the current round."""
         self.stopping = True
         self._stopped.set()
-        if self._pipeline is not None:
-            self._pipeline.stop(self._job.exchange.deadline_s)
-
-    async def _move_when_needed(self, mover: StageMover) -> None:
-        trainer, pipeline = self._replica.trainer, self._pipeline
-        copies = self._copies
-        if isinstance(trainer, StageTrainer) and pipeline is not None and copies is not None:
-            move = await mover.decide(trainer.stage, lambda: pipeline.batch_s, lambda: copies.has_copy)
-            self.next_stage = move.start
-            self._emit("moving", stage=trainer.stage, to=move.start, reason=move.reason)
-            self.stop()
+        if self._stages is not None:
+            self._stages.pipeline.stop(self._job.exchange.deadline_s)
 
     def fail(self, error: SwarmnetError) -> None:
         """Make ``run`` save a checkpoint at once and raise ``error``."""
@@ -373,20 +352,22 @@ class Worker:
                     # may set the round back; then the loop repeats it
                     await self._finish_exchange()
             except OutOfSync as out_of_sync:
-                await self._keeper.catch_up(out_of_sync, self.round, self._late.tokens)
+                await self._continue_from(
+                    await self._keeper.catch_up(out_of_sync, self.round, self._late.tokens)
+                )
             except NoPlace as no_place:
                 await self._wait_for_place(no_place)
-        if self._pipeline is not None:
-            await self._pipeline.finish(self._job.exchange.deadline_s)
-        if self._copies is not None and 0 < self.round < self._job.job.rounds and not self._is_over:
-            await self._hand_over(self._copies)
+        if self._stages is not None:
+            await self._stages.pipeline.finish(self._job.exchange.deadline_s)
+            if 0 < self.round < self._job.job.rounds and not self._stages.is_over:
+                await self._stages.hand_over(self._announcer.try_to_announce)
         if self.round < self._job.job.rounds:
             await self._matchmaking.leave()
         elif not self._method.shares_weights:
             await self._merge_replicas()
         await self._save()
         await self._keeper.written()
-        if self._pipeline is not None and self.round >= self._job.job.rounds:
+        if self._stages is not None and self.round >= self._job.job.rounds:
             await self._stay(self._dependencies.stay_s)
 
     async def _stay(self, seconds: float) -> None:
@@ -396,50 +377,6 @@ class Worker:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._stopped.wait()
-
-    async def _hand_over(self, copies: StageCopies) -> None:
-        """Wait until another worker has the state of this stage."""
-        try:
-            async with asyncio.timeout(HAND_OVER_S):
-                while not await self._is_handed_over(copies):
-                    if not self._leaves:
-                        self._leaves = True
-                        self._emit("notice", text=_ONLY_WORKER)
-                        await self._announcer.try_to_announce()
-                    await asyncio.sleep(LOOK_S)
-        except TimeoutError:
-            self._emit("notice", text=_NO_TAKER)
-
-    async def _is_handed_over(self, copies: StageCopies) -> bool:
-        try:
-            return await copies.is_safe(self._matchmaking.position)
-        except SwarmnetError:  # the directory does not answer; the next look asks again
-            return False
-
-    async def _rejoin_job(self, copies: StageCopies) -> bool:
-        """Take up this worker's stage where the job stands, if no other worker has it.
-
-        Return False if nobody has the state of the stage.
-        """
-        await self._workers.refresh(at_once=True)
-        if not self._is_stranded and await self._matchmaking.positions(self._workers.alive()):
-            return True
-        try:
-            has_trained = self._replica.revision > 0
-            found = await copies.lost_state(self._matchmaking.position, has_trained=has_trained)
-            if found is not None:
-                await self._keeper.restore(found)
-        except SwarmnetError as error:
-            self._emit("stage_lost", **self._about_stage(), reason=str(error))
-            await asyncio.sleep(LOOK_S)
-            return False
-        self._is_stranded = False
-        return True
-
-    def _tell_missing(self, stage: int) -> None:
-        if self._missing != (self.round, stage):
-            self._missing = self.round, stage
-            self._emit("stage_missing", round=self.round, missing=stage)
 
     async def _leave_group(self) -> None:
         """Leave before the end of a round. No other worker waits for this one."""
@@ -459,9 +396,12 @@ class Worker:
         late.
         """
         contribution, report = None, NO_STEPS
-        may_rejoin = self._slot is None or self._is_stranded
-        if self._copies is not None and may_rejoin and not await self._rejoin_job(self._copies):
-            return
+        if self._stages is not None and (self._slot is None or self._stages.is_stranded):
+            at = await self._stages.take_up(self.round)
+            if at is None:
+                return
+            if at != self.round:
+                await self._continue_from(at)
         looking = self._workers.refresh()
         late, self._late = self._late, NO_STEPS
         if late.tokens:
@@ -471,7 +411,7 @@ class Worker:
             await looking
         else:  # read the directory during the inner steps
             (contribution, report), _ = await asyncio.gather(self._train(self._slot), looking)
-            if self._pipeline is not None and self._pipeline.is_discarded(self.round):
+            if self._stages is not None and self._stages.pipeline.is_discarded(self.round):
                 await self._apply(self.round, None)
                 self.round += 1
                 return
@@ -480,7 +420,7 @@ class Worker:
         await self._finish_exchange()
         if self.round and self._workers.is_new and self._method.shares_weights:
             # Workers that start together may begin in several groups.
-            await self._keeper.compare(self.round)
+            await self._continue_from(await self._keeper.compare(self.round))
         # The slot may have been lost above. Then the contribution comes from a state that the group
         # does not have.
         if self._slot is None and not late.tokens:
@@ -505,8 +445,8 @@ class Worker:
             # No member has trained: the group only assigns slots.
             if not enough:
                 await self._wait_for_workers(len(roster.members))
-            elif contribution is not None:  # of a round that is over for the other stages?
-                self._is_stranded = await self._is_left_behind()
+            elif contribution is not None and self._stages is not None:
+                await self._stages.goes_on(self.round)  # the round may be over for the other stages
             return
         self._start_exchange(roster, contribution, report, self._now() - start_s)
         self.round += 1
@@ -521,7 +461,9 @@ class Worker:
         enough = len(roster) >= exchange.min_workers
         self._slot = roster.index(me) % exchange.max_workers if enough else None
         if contribution is None:
-            if not await self._keeper.compare(self.round) and not enough:
+            loaded = await self._keeper.compare(self.round)
+            await self._continue_from(loaded)
+            if loaded is None and not enough:
                 await self._wait_for_workers(len(roster))
             return
         partners = [peer for peer in self._method.partners(self.round, roster, me) if peer != me]
@@ -552,10 +494,11 @@ class Worker:
         """
         report = NO_STEPS
         await self._tell_privacy(self.round)
-        pipeline = None if self._method.kind == "parameters" else self._pipeline
-        if pipeline is not None and not await self._with_stages(pipeline.gradient(self.round, slot)):
-            self._slot = None
-            return None, NO_STEPS
+        if self._stages is not None and self._method.kind == "gradients":
+            gradient = self._stages.pipeline.gradient(self.round, slot)
+            if not await self._stages.during(self.round, gradient):
+                self._slot = None
+                return None, NO_STEPS
         if self._method.kind == "parameters":
             steps = self._pace.steps
             steps_s = self._pace.steps_s(steps)
@@ -572,48 +515,6 @@ class Worker:
         contribution, more = await self._compute(self._replica.contribution, self.round, slot)
         self._count(more)
         return contribution, combined(report, more)
-
-    async def _with_stages(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Do the ``work`` of this round together with the workers of the other stages.
-
-        Return None if this worker is behind. It looks itself, because nobody tells it.
-        """
-        working = asyncio.create_task(work, name="pipeline")
-        try:
-            while not (await asyncio.wait([working], timeout=LOOK_S))[0]:
-                await self._workers.refresh()
-                positions = (await self._matchmaking.positions(self._workers.alive())).values()
-                if 2 * sum(each.round > self.round for each in positions) > len(positions):
-                    return None
-                if not positions and await self._ends_early():
-                    return None
-                if await self._is_left_behind():
-                    self._is_stranded = True
-                    return None
-            return working.result()
-        finally:
-            await cancel(working)
-
-    async def _is_left_behind(self) -> bool:
-        """Return whether the other stages went on without this worker's stage.
-
-        If methods average parameters, stages do not wait for each other at the end of a round. One
-        round ahead is then usual.
-        """
-        if self._pipeline is None or self._copies is None or self._pipeline.hears_origins:
-            return False
-        ahead = await self._copies.job_round() - self.round
-        return ahead > (0 if self._method.kind == "gradients" else 1)
-
-    async def _ends_early(self) -> bool:
-        """Stop if the other workers have left after the last round. Return whether they have."""
-        if self._pipeline is None or not await self._pipeline.is_over(self._job.job.rounds):
-            return False
-        text = f"the job ended without this worker, which has its stage after {self.round} rounds"
-        self._emit("notice", text=text)
-        self._is_over = True
-        self.stop()
-        return True
 
     async def _tell_privacy(self, round: int | None) -> None:
         """Emit the epsilon with ``round``, which is about to be trained, and after all rounds."""
@@ -636,8 +537,9 @@ class Worker:
         behind."""
         if end == first:
             return NO_STEPS
-        if self._pipeline is not None:
-            done = await self._with_stages(self._pipeline.steps(self.round, slot, first, end))
+        if self._stages is not None:
+            steps = self._stages.pipeline.steps(self.round, slot, first, end)
+            done = await self._stages.during(self.round, steps)
             self._slot, report = (self._slot, done) if done else (None, NO_STEPS)
         else:
             before_s = self._pace.spent.compute
@@ -714,11 +616,11 @@ class Worker:
             self.round, self._slot = pending.round, None
             self._emit("behind", round=pending.round, reason=outcome.reason)
             return
-        if self._pipeline is not None:
-            lost = await self._pipeline.ended(pending.round, self._last_exchange, outcome)
+        if self._stages is not None:
+            lost = await self._stages.pipeline.ended(pending.round, self._last_exchange, outcome)
             if lost is None:
                 self.round = pending.round
-                await self._ends_early()
+                self._stages.end_if_over(self.round)
                 return
             if lost:
                 self._emit("lost", round=pending.round, tokens=lost, counted=round(outcome.tokens))
@@ -733,7 +635,7 @@ class Worker:
         self._emit(
             "round",
             round=pending.round,
-            loss=round(pending.report.loss, 6) if pending.report.tokens and self._knows_loss else None,
+            loss=round(pending.report.loss, 6) if pending.report.tokens and not self._stage else None,
             tokens=round(outcome.tokens),
             own_tokens=pending.report.tokens,
             workers=pending.workers,
@@ -750,12 +652,13 @@ class Worker:
 
     async def _evaluate(self, round_: int, contributors: Sequence[PeerId]) -> None:
         """Emit the validation loss after a round. In a job with stages, stage 0 knows it."""
-        if self._pipeline is None:
+        if self._stages is None:
             found: tuple[float, int] | None = await self._compute(self._replica.evaluate)
         else:
-            evaluation = self._pipeline.evaluate(round_, contributors, self._job.exchange.deadline_s)
+            most_s = self._job.exchange.deadline_s
+            evaluation = self._stages.pipeline.evaluate(round_, contributors, most_s)
             try:
-                found = await self._with_stages(evaluation)
+                found = await self._stages.during(self.round, evaluation)
             except TimeoutError:
                 self._emit("notice", text=f"round {round_} has no validation loss: {_NO_EVALUATION}")
                 return
@@ -767,14 +670,16 @@ class Worker:
         await self._keeper.withdraw()
         await self._compute(self._replica.apply, round, average, delivered)
         await self._keeper.publish(self.round)
-        if self._pipeline is not None:
-            await self._pipeline.advance(round + 1, self._matchmaking.position.state)
+        if self._stages is not None:
+            await self._stages.pipeline.advance(round + 1, self._matchmaking.position.state)
 
-    async def _continue_from(self, round: int) -> None:
-        """Continue from ``round``, whose state was loaded."""
+    async def _continue_from(self, round: int | None) -> None:
+        """Continue from ``round``, whose state was loaded. None: no state was."""
+        if round is None:
+            return
         self.round, self._slot = round, None
-        if self._pipeline is not None:
-            await self._pipeline.advance(round, self._matchmaking.position.state)
+        if self._stages is not None:
+            await self._stages.pipeline.advance(round, self._matchmaking.position.state)
 
     def _exclude(self, peer: PeerId) -> None:
         """Have nothing to do with a worker that is proven to be dishonest."""
@@ -824,7 +729,7 @@ class Worker:
     # ---- helpers --------------------------------------------------------------------------------
 
     def _meters(self) -> Meters:
-        traffic = BoundaryBytes() if self._pipeline is None else self._pipeline.traffic
+        traffic = BoundaryBytes() if self._stages is None else self._stages.pipeline.traffic
         bytes = traffic.forward, traffic.backward, traffic.received
         return Meters(self._now(), self._pace.computed_s, *bytes)
 
@@ -833,7 +738,7 @@ class Worker:
         now, before = self._meters(), self._metered_at
         self._metered_at, spent = now, now.since(before)
         compute_s = min(spent.compute_s, spent.round_s)
-        if self._pipeline is not None:  # it also waits for microbatches
+        if self._stages is not None:  # it also waits for microbatches
             wait_s = spent.round_s - compute_s
         return {
             "round_s": round(spent.round_s, 3),
@@ -846,36 +751,30 @@ class Worker:
         }
 
     @property
-    def _knows_loss(self) -> bool:
-        """False in the later stages: stage 0 computes the loss."""
-        return not self._about_stage().get("stage")
-
-    def _about_stage(self) -> dict[str, Any]:
-        """Return the fields about this worker's stage in the event "ready"."""
-        trainer, stages = self._replica.trainer, self._job.stages
-        if not isinstance(trainer, StageTrainer) or stages is None:
-            return {}
-        return {"stage": trainer.stage, "stages": stages.count, "blocks": list(trainer.block_range)}
+    def _stage(self) -> int:
+        """The stage that this worker trains. Stage 0, or the whole model, computes the loss."""
+        return 0 if self._stages is None else self._stages.trainer.stage
 
     def _announcements(self) -> Iterable[Announcement]:
+        stages = self._stages
         yield worker_announcement(
             self._group_id,
             self._transport.addresses(),
             self._matchmaking.position,
-            self._pace.round_s if self._pipeline is None else self._pipeline.batch_s,
+            self._pace.round_s if stages is None else stages.pipeline.batch_s,
             spare=self._spare,
-            leaving=self._leaves,
-            stays=self._dependencies.mover is None or (self._copies is not None and self._copies.has_copy),
+            leaving=stages is not None and stages.leaves,
+            stays=stages is None or stages.stays,
         )
         yield job_announcement(self._sealed)
-        if self._copies is not None:
-            yield from self._copies.announcements()
+        if stages is not None:
+            yield from stages.announcements()
 
     def _last_word(self) -> Iterable[Announcement]:
         is_done = self.round >= self._job.job.rounds
         yield worker_announcement(self._group_id, (), self._matchmaking.position, is_done=is_done)
-        if self._copies is not None:
-            yield from self._copies.announcements(ending=True)
+        if self._stages is not None:
+            yield from self._stages.announcements(ending=True)
 
     def _emit(self, event: str, **fields: Any) -> None:
         self._handler({"event": event, **fields})

@@ -167,6 +167,11 @@ class StageRecord:
     leaving: bool
     """The worker leaves as soon as another one has its state."""
 
+    @property
+    def trains(self) -> bool:
+        """True if the worker has a place in the stage, and has not left."""
+        return bool(self.worker.addresses) and not self.copy and not self.spare
+
 
 async def find_records(directory: Directory, job_id: str) -> list[StageRecord]:
     """Return all valid records of workers, ordered by peer id. See ``find_workers``."""

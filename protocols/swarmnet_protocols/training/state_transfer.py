@@ -95,7 +95,7 @@ def _between(pieces: Sequence[memoryview], start: int, end: int) -> list[memoryv
 
 
 class StateServer:
-    """Serves the newest state of one job.
+    """Serves the newest state of one ``job``, and fetches states.
 
     Also serves an older state to peers that were already downloading it, and copies of states of
     other jobs or stages.
@@ -103,7 +103,7 @@ class StateServer:
 
     def __init__(self, transport: Transport, job: bytes, timing: Timing) -> None:
         self._transport = transport
-        self._job = job
+        self.job = job
         self._timing = timing
         self._states: dict[bytes, PackedState] = {}
         self._fetched: dict[Stream, bytes] = {}
@@ -126,6 +126,20 @@ class StateServer:
         self._states[state.id] = state
         self._forget()
         return state.id
+
+    async def fetch(
+        self,
+        job: bytes,
+        state: bytes,
+        workers: Sequence[RoundMember],
+        *,
+        max_bytes: int,
+        on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    ) -> tuple[bytearray, dict[PeerId, str]]:
+        """Download a state of this or another job or stage, as ``fetch_state`` does."""
+        return await fetch_state(
+            self._transport, job, state, workers, self._timing, max_bytes=max_bytes, on_bytes=on_bytes
+        )
 
     def keep(self, job: bytes, copy: PackedState | None) -> None:
         """Serve a copy of the state of another job or stage. With None, stop serving it."""
@@ -186,7 +200,7 @@ class StateServer:
             with stream.stream.scope.reserve(Resource.TRANSFERS):
                 while True:
                     request, _ = await stream.receive()
-                    if request.HasField("ask_offer") and request.job == self._job:
+                    if request.HasField("ask_offer") and request.job == self.job:
                         offer = await self._offer(request.ask_offer.round)
                         await stream.send(pb.StateReply(offer=offer))
                     else:
@@ -202,7 +216,7 @@ class StateServer:
         """
         offers = {offer.id: offer for offer in self._offers.values()}
         state = self._states.get(request.state) or offers.get(request.state)
-        if request.job != self._job:
+        if request.job != self.job:
             state = self._copies.get(request.job)
         if state is None or state.id != request.state:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this state is not kept here")

@@ -1,20 +1,19 @@
 """A stage loses its last worker, and another machine takes it up, in virtual time."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from swarmnet_node.training.pipeline import stage_copies
 from swarmnet_node.training.pipeline.stage_copies import NO_COPY, StageCopies
-from swarmnet_protocols.directory.announcer import Announcement
+from swarmnet_node.training.pipeline.stage_workers import StageWorkers
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import StageRecord
@@ -35,7 +34,6 @@ def lose(
     told: list[dict[str, Any]],
     *,
     leaves: bool = False,
-    stages: int = 3,
     limit_s: float = 600.0,
 ) -> StageLab:
     """A stage loses its only worker, and a newcomer without a checkpoint starts in its place.
@@ -52,9 +50,9 @@ def lose(
         if event["event"] in {"restored", "stage_lost", "notice"}:
             told.append(event)
 
-    lab = StageLab(folder, staged_job(folder, rounds=ROUNDS, workers=2, least=1, stages=stages))
+    lab = StageLab(folder, staged_job(folder, rounds=ROUNDS, workers=2, least=1, stages=3))
     lab.wanted = watch
-    everybody = names({stage: 1 if victim == f"{stage}.0" else 2 for stage in range(stages)})
+    everybody = names({stage: 1 if victim == f"{stage}.0" else 2 for stage in range(3)})
     run(train(lab, *everybody, limit_s=limit_s))
     lab.check_books()
     return lab
@@ -76,39 +74,45 @@ def test_a_copy_outlives_the_last_worker_of_a_stage(tmp_path: Path) -> None:
     assert sorted(lab.losses()) == list(range(ROUNDS))
 
 
-class TimedCopies(StageCopies):
-    """Copies of a stage whose state always changes. Each copy takes ``took_s``."""
+def copied_in_an_hour(took_s: float, available_bytes: int = 1 << 20) -> list[float]:
+    """Return when the copies of an hour began: of a stage whose state always changes, each taking
+    ``took_s``."""
+    begun_s: list[float] = []
 
-    def __init__(self, took_s: float, available_bytes: int = 1 << 20) -> None:
-        async def spill(pieces: Sequence[Buffer]) -> memoryview:
-            return memoryview(b"state")
+    async def refresh() -> None:
+        pass
 
-        here: Any = SimpleNamespace(id=bytes(32), stages=2, transport=SimpleNamespace(peer_id="0"))
-        trainer = Mock(stage=0, **{"size_of.return_value": 1 << 10})
-        super().__init__(
-            here, trainer, Mock(), Mock(), spill, Mock(), available_bytes=lambda: available_bytes
-        )
-        self.took_s = took_s
-        self.begun_s: list[float] = []
+    async def spill(pieces: Sequence[Buffer]) -> memoryview:
+        return memoryview(b"state")
 
-    async def _records(self, stage: int) -> list[StageRecord]:
-        worker = RoundMember(PeerId(str(stage)), ("/ip4/1.2.3.4/tcp/1",))
-        return [StageRecord(worker, NO_COPY, False, False, False, False)]
+    async def positions(stage: int, workers: Sequence[RoundMember]) -> dict[PeerId, WorkerPosition]:
+        return {workers[0].peer: WorkerPosition(len(begun_s) + 1, bytes(32))}
 
-    async def _positions(self, stage: int, workers: Sequence[RoundMember]) -> dict[PeerId, WorkerPosition]:
-        return {workers[0].peer: WorkerPosition(len(self.begun_s) + 1, bytes(32))}
+    async def fetch(*_: Any, **__: Any) -> tuple[bytearray, dict[PeerId, str]]:
+        begun_s.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(took_s)
+        return bytearray(b"state"), {}
 
-    async def _fetch(self, *_: Any) -> bytearray:
-        self.begun_s.append(asyncio.get_running_loop().time())
-        await asyncio.sleep(self.took_s)
-        return bytearray(b"state")
+    def record(peer: str) -> StageRecord:
+        worker = RoundMember(PeerId(peer), ("/ip4/1.2.3.4/tcp/1",))
+        return StageRecord(worker, NO_COPY, False, False, False, False)
 
-    def announcements(self, *, ending: bool = False) -> Iterator[Announcement]:
-        return iter(())
-
-
-def copied_in_an_hour(copies: TimedCopies) -> list[float]:
-    """Return when the copies of an hour began."""
+    workers = StageWorkers(Mock(), bytes(32), 2, PeerId("0"))
+    workers.records = [[record("0")], [record("1")]]
+    workers.refresh = refresh  # type: ignore[assignment, method-assign]
+    job = Mock(stages=2, workers=workers, positions=positions)
+    job.transport.addresses.return_value = ()
+    trainer = Mock(stage=0)
+    trainer.size_of.return_value = 1 << 10
+    copies = StageCopies(
+        job,
+        trainer,
+        AsyncMock(),
+        Mock(fetch=fetch),
+        spill,
+        Mock(),
+        available_bytes=lambda: available_bytes,
+    )
 
     async def an_hour() -> None:
         with suppress(TimeoutError):
@@ -116,12 +120,12 @@ def copied_in_an_hour(copies: TimedCopies) -> list[float]:
                 await copies.keep()
 
     run(an_hour())
-    return copies.begun_s
+    return begun_s
 
 
 @defence("copies take offered memory only", off=replacing(stage_copies, "max_state_bytes", lambda _: 0))
 def test_a_copy_takes_no_memory_that_is_not_offered() -> None:
-    assert copied_in_an_hour(TimedCopies(0.1, available_bytes=1 << 10)) == []
+    assert copied_in_an_hour(0.1, available_bytes=1 << 10) == []
 
 
 @defence(
@@ -138,28 +142,18 @@ def test_a_copy_takes_no_memory_that_is_not_offered() -> None:
 )
 @pytest.mark.parametrize(("took_s", "least_s"), [(0.1, 60.0), (30.0, 300.0)])
 def test_copies_of_a_stage_leave_its_link_free(took_s: float, least_s: float) -> None:
-    begun_s = copied_in_an_hour(TimedCopies(took_s))
+    begun_s = copied_in_an_hour(took_s)
     assert len(begun_s) > 5
     assert all(later - earlier >= least_s for earlier, later in pairwise(begun_s))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("victim", ["2.0", "0.0"])
-def test_a_stage_without_a_copy_goes_on_or_says_why_not(
-    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stage 2 has neighbours of its shape. Stage 0 has the ends of the model, so it has none."""
+def test_a_stage_without_a_copy_says_that_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_copies, "LOOK_S", 1e6)
     told: list[dict[str, Any]] = []
-    with suppress(TimeoutError):
-        lab = lose(tmp_path, victim, told, stages=4, limit_s=150.0)
-        assert lab.events["2.9"][-1]["round"] == ROUNDS
-    event, text = {
-        "2.0": ("restored", "the mean of the neighbouring stages"),
-        "0.0": ("stage_lost", "nobody has the state of stage 0"),
-    }[victim]
-    assert {each["event"] for each in told} == {event}
-    assert text in str(told[0])
+    with pytest.raises(TimeoutError):
+        lose(tmp_path, "2.0", told, limit_s=150.0)
+    assert {each["event"] for each in told} == {"stage_lost"}
+    assert "nobody has the state of stage 2" in told[0]["reason"]
 
 
 @pytest.mark.thorough

@@ -190,9 +190,7 @@ def test_an_absurd_tensor_reaches_no_optimizer(what: str, tmp_path: Path) -> Non
 
     def lie(name: str, event: dict[str, Any]) -> None:
         if name == "1.0" and event["event"] == "round" and event["round"] == 1:
-            liar = lab.workers["1.0"]._pipeline
-            assert liar is not None
-            honest = liar._passes.boundary
+            honest = lab.pipeline("1.0")._passes.boundary
             method = {"outputs": "outputs", "gradients": "gradient"}[what]
             tell = getattr(honest, method)
             object.__setattr__(honest, method, lambda values, *rest: tell(1e4 * values, *rest))

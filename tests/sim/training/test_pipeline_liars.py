@@ -77,10 +77,8 @@ class LiarLab(StageLab):
         honest = [name for name in names(WORKERS) if name != LIAR]
 
         def watch(name: str, event: dict[str, Any]) -> None:
-            pipeline = self.workers[name]._pipeline if name in self.workers else None
             if name == LIAR and event["event"] == "round" and event["round"] == FIRST_LIE - 1:
-                assert pipeline is not None
-                lie(pipeline)
+                lie(self.pipeline(name))
             if event["event"] == "done" and all(
                 self.events[each] and self.events[each][-1]["event"] == "done" for each in honest
             ):

@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections import Counter
 
-from swarmnet_node.training.stage_choice import choose_stage, keep_choice
+from swarmnet_node.training.pipeline.stage_choice import choose_stage, keep_choice
 from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.catch_up import WorkerPosition

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from swarmnet_node.training.pipeline.pipeline import Pipeline
 from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
-from swarmnet_node.training.stage_choice import StageMover
+from swarmnet_node.training.pipeline.stage_choice import StageMover
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_node.training.steps.training_machine import TrainingMachine
@@ -124,9 +125,7 @@ class StageLab(WorkerLab):
     def _observe(self, name: str, event: dict[str, Any]) -> None:
         stage = event["at"] = self.stage(name)
         if event["event"] == "ready" and stage:
-            pipeline = self.workers[name]._pipeline
-            assert pipeline is not None
-            self._record(name, pipeline._passes)
+            self._record(name, self.pipeline(name)._passes)
         if event["event"] == "round" and event["committed"] and stage:
             inside = [each for each in self.settled if self.peer(each) in event["contributors"]]
             counted = Counter(id for each in inside for id in self.settled[each] if self.stage(each) == stage)
@@ -167,6 +166,11 @@ class StageLab(WorkerLab):
     def trainer(self, name: str, job: Job, compute: TimedExecutor) -> Trainer | StageTrainer:
         return _UnwrittenStage.open(job, self.stage(name), TrainingMachine(self.folder / "cache", 1 << 33))
 
+    def pipeline(self, name: str) -> Pipeline:
+        stages = self.workers[name]._stages
+        assert stages is not None
+        return stages.pipeline
+
     def stage(self, name: str) -> int:
         """Return the stage that a worker trains now."""
         return self.moved[name][0] if name in self.moved else stage_of(name)
@@ -181,13 +185,12 @@ class StageLab(WorkerLab):
         if not self.moves:
             return None
         moved_s = self.moved[name][1] if name in self.moved else -math.inf
-        stages, rng = opened.job.stage_count or 1, random.Random(name)
+        rng = random.Random(name)
 
         async def may_take(stage: int) -> bool:
             return True
 
-        me = self.peer(name)
-        return StageMover(directory, opened.id, stages, me, addresses, rng, may_take, moved_s)
+        return StageMover(directory, opened.id, addresses, rng, may_take, moved_s)
 
     def losses(self) -> dict[int, float]:
         """The loss of each round: the mean of all workers of stage 0, by tokens."""

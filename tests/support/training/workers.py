@@ -13,7 +13,7 @@ import torch
 
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.job_store import LocalFiles, check_job
-from swarmnet_node.training.stage_choice import StageMover
+from swarmnet_node.training.pipeline.stage_choice import StageMover
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_node.training.steps.training_machine import TrainingMachine

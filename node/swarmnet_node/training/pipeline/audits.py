@@ -41,7 +41,7 @@ _ToAsker = TypedStream[pb.AuditReply, pb.AuditRequest]
 
 @dataclass(frozen=True)
 class WorkerStanding:
-    """A worker's key in a job, and the workers that it excludes."""
+    """One worker as its pipeline knows it: its key, its place, and the workers that it excludes."""
 
     sign: Callable[[bytes], bytes]
     """Signs with the key of the worker's peer id."""
@@ -50,6 +50,10 @@ class WorkerStanding:
     exclude: Callable[[PeerId], None]
     rng: random.Random
     """Draws audits. Nobody else can foresee them."""
+    has_place: Callable[[], bool]
+    """Tells whether the worker's gradients count. A newcomer only receives."""
+    emit: Callable[..., None]
+    """Emits an event."""
 
 
 async def verdict(job: StagedJob, auditor: PeerId, microbatch: Microbatch, receipt: Receipt) -> bool:

@@ -151,6 +151,8 @@ class MicrobatchOrigin:
         self._chains = Chains()
         self._steps: dict[int, _Step] = {}
         self._evaluation: _Step | None = None
+        self._missing: tuple[int, int] | None = None
+        """The round and the stage without a worker that were told last."""
 
     async def originate(self, round: int, slot: int) -> None:
         """Bring the microbatches of a slot home, and have all workers confirm what they count."""
@@ -312,7 +314,7 @@ class MicrobatchOrigin:
         tokens = target_count(step.batches[number])
         blamed: dict[PeerId, PeerId] = {}
         while True:
-            chain = await self._complete(chain)
+            chain = await self._complete(step.round, chain)
             addresses = self._workers.addresses(1, chain[0])
             start_s = self._now()
             sent, again = Microbatch(id, 1, chain, tokens, step.is_evaluation), number in step.tried
@@ -388,7 +390,7 @@ class MicrobatchOrigin:
 
     # ---- chains -------------------------------------------------------------------------------
 
-    async def _complete(self, chain: tuple[PeerId, ...]) -> tuple[PeerId, ...]:
+    async def _complete(self, round: int, chain: tuple[PeerId, ...]) -> tuple[PeerId, ...]:
         """Return ``chain`` with a worker in each empty place."""
         places = list(chain or [PeerId("")] * (self._job.stages - 1))
         began_s = self._now()
@@ -401,10 +403,15 @@ class MicrobatchOrigin:
                 # A worker that moved here has left its place in another stage.
                 places = [PeerId("") if each in candidates else each for each in places]
                 if not self._workers.of(index + 1) and self._now() > began_s + MISSING_S:
-                    self._workers.tell_missing(index + 1)
+                    self._tell_missing(round, index + 1)
                 await asyncio.sleep(RETRY_S)
                 await self._workers.refresh(RETRY_S)
         return tuple(places)
+
+    def _tell_missing(self, round: int, stage: int) -> None:
+        if self._missing != (round, stage):
+            self._missing = round, stage
+            self._standing.emit("stage_missing", round=round, missing=stage)
 
     def _without(
         self, chain: tuple[PeerId, ...], failed: StageFailed, blamed: dict[PeerId, PeerId]

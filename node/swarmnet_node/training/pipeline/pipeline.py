@@ -13,7 +13,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 
 from swarmnet_node.training.pipeline.audits import StageAuditor, WorkerStanding
@@ -95,8 +95,6 @@ class Pipeline:
         self._compute = compute
         self._batch = batch
         self._held_out = held_out
-        self.has_place: Callable[[], bool] = lambda: True
-        """Tells whether this worker's gradients count. A newcomer only receives."""
         self._numbers = batch * (inner_steps or 1)
         """Microbatches of an origin in a round."""
         self._turns = Turns(compute)
@@ -229,9 +227,10 @@ class Pipeline:
         """True while an origin has a conversation with this worker about a round."""
         return self._hearing > 0
 
-    async def is_over(self, rounds: int) -> bool:
-        """Return whether the other workers have left after the last round of the job."""
-        return await self._workers.have_left(rounds)
+    @property
+    def is_in_step(self) -> bool:
+        """True if all stages end each round together: workers average gradients."""
+        return self._inner is None
 
     async def advance(self, round: int, state: bytes) -> None:
         """Begin ``round`` with the present weights, of the stage's ``state``."""
@@ -448,7 +447,7 @@ class Pipeline:
         """Return what is kept of a microbatch. Raises ``Refusal`` if it is not of this round."""
         id = microbatch.id
         is_leaving = self._last_round is not None and id.round > self._last_round
-        if not microbatch.is_home and (is_leaving or not self.has_place()):
+        if not microbatch.is_home and (is_leaving or not self._standing.has_place()):
             raise Refusal(refusal_pb2.REASON_OVERLOADED, "this worker only receives now", 1.0)
         if microbatch.is_forward_only:
             await self._reach(id.round)

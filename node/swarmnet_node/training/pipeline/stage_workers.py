@@ -1,4 +1,4 @@
-"""The workers of all stages of a job, as the directory lists them."""
+"""The workers of all stages of a job, as the directory lists them and as they answer."""
 
 import asyncio
 import math
@@ -10,9 +10,12 @@ from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.job_records import find_workers
+from swarmnet_protocols.training import MAX_MEMBERS
+from swarmnet_protocols.training.catch_up import WorkerPosition
+from swarmnet_protocols.training.job_records import StageRecord, find_records
+from swarmnet_protocols.training.matchmaking import ask_positions
 from swarmnet_protocols.training.pipeline.microbatches import BoundaryBytes
-from swarmnet_protocols.training.pipeline.stages import stage_key
+from swarmnet_protocols.training.pipeline.stages import groups
 from swarmnet_protocols.training.rounds.terms import RoundMember
 
 REFRESH_S = 5.0
@@ -30,7 +33,7 @@ idle."""
 
 
 class StageWorkers:
-    """The workers of each stage of ``job_id`` except ``me``.
+    """The workers of each stage of ``job_id``.
 
     Excluded workers get no microbatch, and may not ask for anything.
     """
@@ -43,18 +46,24 @@ class StageWorkers:
         me: PeerId,
         is_excluded: Callable[[PeerId], bool] = lambda _: False,
     ) -> None:
+        self.me = me
+        self.groups = groups(job_id.hex(), stages)
+        """The ids under which the workers of each stage meet."""
+        self.records: list[list[StageRecord]] = [[] for _ in self.groups]
+        """All announcements under each stage's id, with this worker's own."""
         self._directory = directory
-        self._keys = [stage_key(job_id, stage).hex() for stage in range(stages)]
-        self._me = me
         self._is_excluded = is_excluded
-        self._found: list[dict[PeerId, RoundMember]] = [{} for _ in self._keys]
+        self._found: list[dict[PeerId, RoundMember]] = [{} for _ in self.groups]
         self._avoided: dict[PeerId, float] = {}
         self._read_s = -math.inf
-        self.tell_missing: Callable[[int], None] = lambda stage: None
-        """Hears of a stage without a worker, for which microbatches wait."""
 
     def of(self, stage: int) -> dict[PeerId, RoundMember]:
+        """Return the other workers of a stage."""
         return self._found[stage]
+
+    def trained_by(self, stage: int) -> list[RoundMember]:
+        """Return all workers of a stage that have a place in it, with this worker."""
+        return [each.worker for each in self.records[stage] if each.trains]
 
     def addresses(self, stage: int, peer: PeerId) -> tuple[str, ...]:
         known = self._found[stage].get(peer)
@@ -88,13 +97,12 @@ class StageWorkers:
         if peer not in self._found[stage]:
             raise NotAuthorised(f"{peer} is no worker of stage {stage} of this job")
 
-    async def have_left(self, rounds: int) -> bool:
+    def have_left(self, rounds: int) -> bool:
         """Return whether all other workers of stage 0 have left, most of them after ``rounds``
         rounds."""
-        found = await find_workers(self._directory, self._keys[0], also_left=True)
-        others = {worker: position for worker, position in found.items() if worker.peer != self._me}
-        are_done = 2 * sum(each.round >= rounds for each in others.values()) > len(others)
-        return are_done and not any(worker.addresses for worker in others)
+        others = [each for each in self.records[0] if not each.copy and each.worker.peer != self.me]
+        are_done = 2 * sum(each.position.round >= rounds for each in others) > len(others)
+        return are_done and not any(each.worker.addresses for each in others)
 
     async def refresh(self, at_most_every_s: float = REFRESH_S) -> None:
         """Read the directory, unless it was just read."""
@@ -102,9 +110,17 @@ class StageWorkers:
         if now - self._read_s < at_most_every_s:
             return
         self._read_s = now
-        stages = await all_of(*(find_workers(self._directory, key) for key in self._keys))
-        if any(stages):  # otherwise the directory did not answer
-            self._found = [{each.peer: each for each in found if each.peer != self._me} for found in stages]
+        found = await all_of(*(find_records(self._directory, group) for group in self.groups))
+        if any(found):  # otherwise the directory did not answer
+            self.records = found
+            self._found = [
+                {
+                    each.worker.peer: each.worker
+                    for each in at
+                    if each.worker.addresses and not each.copy and each.worker.peer != self.me
+                }
+                for at in found
+            ]
 
 
 @dataclass(frozen=True)
@@ -119,3 +135,11 @@ class StagedJob:
     every_rounds: int
     """Rounds from one evaluation to the next."""
     traffic: BoundaryBytes = field(default_factory=BoundaryBytes)
+
+    def key(self, stage: int) -> bytes:
+        return bytes.fromhex(self.workers.groups[stage])
+
+    async def positions(self, stage: int, workers: Sequence[RoundMember]) -> dict[PeerId, WorkerPosition]:
+        """Ask workers of a stage for their positions: records may be 20 s old."""
+        asked = workers[:MAX_MEMBERS]  # anybody may announce more
+        return await ask_positions(self.transport, self.key(stage), asked, self.timing)

@@ -1,6 +1,7 @@
 """Microbatches by name, the books of a round, and the choice of chains."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +21,19 @@ from swarmnet_protocols.training.pipeline.ledger import (
     electors,
     lacking_tokens,
 )
-from swarmnet_protocols.training.pipeline.lost_stages import job_round, newest_copy
 from swarmnet_protocols.training.pipeline.microbatches import (
     Microbatch,
     MicrobatchId,
     microbatch_from_wire,
     microbatch_to_wire,
+)
+from swarmnet_protocols.training.pipeline.stage_decisions import (
+    Decision,
+    Restore,
+    StagesView,
+    decide,
+    job_round,
+    newest_copy,
 )
 from swarmnet_protocols.training.pipeline.stage_rows import stage_rows
 from swarmnet_protocols.wire import pipeline_pb2 as pb
@@ -241,3 +249,23 @@ def test_the_newest_copy_is_of_a_round_that_the_job_has_reached() -> None:
     invented = WorkerPosition(99, b"d")
     assert newest_copy([old, new, other, other, invented], after=4, until=8) == other
     assert newest_copy([old, invented], after=4, until=8) is None
+
+
+def test_a_worker_that_looks_at_the_stages_decides() -> None:
+    """A worker of stage 1 at round 4, which waits, with two others of its stage."""
+    calm = StagesView(1, 4, True, True, [4, 4], [[4], [4, 4, 4]], [], 0, False)
+    assert decide(calm) is Decision.KEEP
+    assert decide(replace(calm, mates=[5, 5])) is Decision.FETCH
+    behind = replace(calm, stages=[[7], [4, 4, 4]])
+    assert decide(behind) == Restore(7, None)
+    assert decide(replace(behind, may_lag=3)) is Decision.KEEP
+    assert decide(replace(behind, waited=False)) is Decision.KEEP  # joins the others of its stage
+    alone = replace(behind, mates=[], waited=False)
+    copy = WorkerPosition(6, b"a")
+    assert decide(replace(alone, copies=[copy])) == Restore(7, copy)
+    assert decide(replace(alone, copies=[WorkerPosition(3, b"b")])) == Restore(7, None)
+    new = replace(alone, round=0, has_trained=False)
+    assert decide(new) is Decision.WAIT
+    assert decide(replace(new, stages=[[1], []])) == Restore(1, None)
+    assert decide(replace(alone, waited=True, is_over=True)) is Decision.END
+    assert decide(replace(alone, is_over=True)) == Restore(7, None)

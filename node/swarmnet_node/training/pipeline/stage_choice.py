@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
+from swarmnet_node.training.pipeline.stage_workers import StageWorkers
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import all_of
@@ -93,12 +94,10 @@ async def _announce(
 
 @dataclass(frozen=True)
 class StageMover:
-    """Decides when this worker moves to another stage of a job with ``stages`` stages."""
+    """Decides when this worker moves to another stage of a job."""
 
     directory: Directory
     job_id: str
-    stages: int
-    me: PeerId
     addresses: Callable[[], Sequence[str]]
     rng: random.Random
     may_take: Callable[[int], Awaitable[bool]]
@@ -107,7 +106,7 @@ class StageMover:
     """When this worker last moved, on the clock of the loop."""
 
     async def decide(
-        self, stage: int, batch_s: Callable[[], float], must_stay: Callable[[], bool]
+        self, workers: StageWorkers, stage: int, batch_s: Callable[[], float], must_stay: Callable[[], bool]
     ) -> Relocation:
         """Return a move from ``stage``, once there is one.
 
@@ -120,7 +119,8 @@ class StageMover:
             with suppress(SwarmnetError):  # the directory does not answer
                 if must_stay():
                     continue
-                look, now = await self._look(stage, batch_s()), asyncio.get_running_loop().time()
+                look = await self._look(workers, stage, batch_s())
+                now = asyncio.get_running_loop().time()
                 move, memory = should_relocate(look, memory, now=now, rng=self.rng)
                 if move is None or not await self.may_take(move.start):
                     continue
@@ -128,33 +128,32 @@ class StageMover:
                     self.directory, self.job_id, self.addresses(), WorkerPosition(move.start, _DECIDED)
                 )
                 await asyncio.sleep(READ_S)
-                look = await self._look(stage, batch_s())
+                look = await self._look(workers, stage, batch_s())
                 if is_confirmed(look, move, blocks_to_leave(look, move)):
                     return move
                 await _announce(self.directory, self.job_id, (), WorkerPosition(move.start, _DECIDED))
 
-    async def _look(self, stage: int, batch_s: float) -> Look:
-        found = await all_of(
-            *(find_records(self.directory, group) for group in groups(self.job_id, self.stages))
-        )
-        workers = [
+    async def _look(self, workers: StageWorkers, stage: int, batch_s: float) -> Look:
+        await workers.refresh(0.0)
+        me, stages = workers.me, len(workers.records)
+        others = [
             (at, each)
-            for at, records in enumerate(found)
+            for at, records in enumerate(workers.records)
             for each in records
-            if each.worker.addresses and not each.copy and not each.leaving and each.worker.peer != self.me
+            if each.worker.addresses and not each.copy and not each.leaving and each.worker.peer != me
         ]
-        known = [each.worker.round_s for _, each in workers if each.worker.round_s] or [batch_s or 1.0]
+        known = [each.worker.round_s for _, each in others if each.worker.round_s] or [batch_s or 1.0]
         usual = median(known)
-        mine = Claim(self.me, stage, stage + 1, 1 / (batch_s or usual))
+        mine = Claim(me, stage, stage + 1, 1 / (batch_s or usual))
         claims = [mine]
-        for at, each in workers:
+        for at, each in others:
             rate = 1 / (each.worker.round_s or usual)
             claims.append(Claim(each.worker.peer, at, at + 1, rate, may_move=not each.stays))
         here = {(claim.peer, claim.start) for claim in claims}
         for each in await find_records(self.directory, self.job_id):
             peer, to = each.worker.peer, each.position.round
             is_coming = each.position.state == _DECIDED and bool(each.worker.addresses)
-            if is_coming and to < self.stages and peer != self.me and (peer, to) not in here:
+            if is_coming and to < stages and peer != me and (peer, to) not in here:
                 rate = next((claim.blocks_per_s for claim in claims if claim.peer == peer), 1 / usual)
                 claims.append(Claim(peer, to, to + 1, rate, settled=False))
-        return Look(ServedModel(b"", "", self.stages, 0.0, claims), mine, 1)
+        return Look(ServedModel(b"", "", stages, 0.0, claims), mine, 1)

@@ -1,0 +1,224 @@
+"""One worker's part in a job with stages: its pipeline, and its looks at all stages.
+
+1. ``background`` keeps a copy of the next stage, and moves the worker to a stage that needs it.
+2. Before a round, ``take_up`` finds out whether the other stages went on without this one.
+3. ``during`` does the work of a round. While it waits for other stages, it looks at them.
+4. ``hand_over`` waits until another worker has the state of this stage.
+
+Each look reads the directory (``StageWorkers``), asks workers, and calls ``decide``.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from swarmnet_node.training.known_workers import KnownWorkers
+from swarmnet_node.training.pipeline.pipeline import Pipeline
+from swarmnet_node.training.pipeline.stage_copies import StageCopies
+from swarmnet_node.training.pipeline.stage_choice import StageMover
+from swarmnet_node.training.state_keeper import StateKeeper
+from swarmnet_node.training.steps.stage_trainer import StageTrainer
+from swarmnet_protocols.directory.announcer import Announcement
+from swarmnet_protocols.errors import SwarmnetError, Unreachable
+from swarmnet_protocols.machine.aio import all_of, cancel, persist
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training.catch_up import WorkerPosition
+from swarmnet_protocols.training.job_records import StageRecord
+from swarmnet_protocols.training.matchmaking import Matchmaking
+from swarmnet_protocols.training.pipeline.stage_decisions import Decision, Restore, StagesView, decide
+
+T = TypeVar("T")
+
+LOOK_S = 5.0
+"""Seconds between two looks at the stages, while a worker waits for other stages. With less, it
+asks its stage too often. With more, it notices late that the stage has gone on without it."""
+HAND_OVER_S = 180.0
+"""Seconds that the only worker of a stage waits until another one has its state. With more, its
+owner waits longer for a worker that may never come. With less, a large state is not copied in
+time."""
+_ONLY_WORKER = "this is the only worker of its stage; it leaves as soon as another one has its state"
+_NO_TAKER = "no other worker took the state of this stage; start this machine again to go on with it"
+
+
+@dataclass
+class StagePart:
+    """The part of one worker in a job of ``rounds`` rounds."""
+
+    pipeline: Pipeline
+    trainer: StageTrainer
+    mates: KnownWorkers
+    """The other workers of its stage."""
+    matchmaking: Matchmaking
+    keeper: StateKeeper
+    copies: StageCopies
+    mover: StageMover | None
+    """Decides when the worker moves to another stage. None: it stays."""
+    emit: Callable[..., None]
+    stop: Callable[[], None]
+    """Makes the worker leave after its present round."""
+    rounds: int
+    next_stage: int | None = None
+    """The stage to which the worker moves."""
+    leaves: bool = False
+    """True while the worker waits until another one has its stage's state."""
+    is_over: bool = False
+    """True if the job ended without the worker."""
+    is_stranded: bool = False
+    """True while the other stages went on without this worker's stage."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Return the fields about the worker's stage in events."""
+        stage, stages = self.trainer.stage, self.pipeline.job.stages
+        return {"stage": stage, "stages": stages, "blocks": list(self.trainer.block_range)}
+
+    @property
+    def stays(self) -> bool:
+        """True if the worker does not move to another stage now: its copy would end."""
+        return self.mover is None or self.copies.has_copy
+
+    def background(self) -> Iterable[Coroutine[Any, Any, object]]:
+        """Yield what runs beside the rounds."""
+        yield persist("copies of a stage", self.copies.keep)
+        if self.mover is not None:
+            yield self._move_when_needed(self.mover)
+
+    def announcements(self, *, ending: bool = False) -> Iterator[Announcement]:
+        """Yield the announcement of this worker's copy of another stage, if it has one."""
+        yield from self.copies.announcements(ending=ending)
+
+    async def during(self, round: int, work: Coroutine[Any, Any, T]) -> T | None:
+        """Do the ``work`` of a round together with the workers of the other stages.
+
+        Return None if this worker is behind. It looks itself, because nobody tells it.
+        """
+        working = asyncio.create_task(work, name="pipeline")
+        try:
+            while not (await asyncio.wait([working], timeout=LOOK_S))[0]:
+                if not await self.goes_on(round):
+                    return None
+            return working.result()
+        finally:
+            await cancel(working)
+
+    async def goes_on(self, round: int) -> bool:
+        """Look at the stages, because this worker waits for them. Return whether it goes on in
+        ``round``.
+
+        An origin that talks to it is not ahead of it. If methods average parameters, stages do not
+        wait for each other at the end of a round. One round ahead is then usual.
+        """
+        may_lag = math.inf if self.pipeline.hears_origins else 0 if self.pipeline.is_in_step else 1
+        decision = await self._look(round, may_lag, waited=True)
+        if decision is Decision.END:
+            self.end_if_over(round)
+        self.is_stranded = decision is Decision.WAIT or isinstance(decision, Restore)
+        return decision is Decision.KEEP
+
+    async def take_up(self, round: int) -> int | None:
+        """Return the round in which this worker goes on: where the job stands, if no other worker
+        of its stage is there.
+
+        None if nobody has the state of the stage. The worker then asks again.
+        """
+        try:
+            decision = await self._look(round, 0, waited=self.is_stranded)
+            if decision is Decision.WAIT:
+                raise Unreachable(
+                    f"nobody has the state of stage {self.trainer.stage}",
+                    hint="start a machine that trained this stage, with its data directory",
+                )
+            if isinstance(decision, Restore):
+                holders = [each.worker for each in self._copies() if each.position == decision.copy]
+                await self.keeper.restore(decision, holders)
+                round = decision.round
+        except SwarmnetError as error:
+            self.emit("stage_lost", **self.about, reason=str(error))
+            await asyncio.sleep(LOOK_S)
+            return None
+        self.is_stranded = False
+        return round
+
+    def end_if_over(self, round: int) -> bool:
+        """Stop if the other workers have left after the last round. Return whether they have."""
+        if not self.pipeline.job.workers.have_left(self.rounds):
+            return False
+        text = f"the job ended without this worker, which has its stage after {round} rounds"
+        self.emit("notice", text=text)
+        self.is_over = True
+        self.stop()
+        return True
+
+    async def hand_over(self, announce: Callable[[], Awaitable[object]]) -> None:
+        """Wait until another worker has the state of this stage. ``announce`` this worker when it
+        begins to wait."""
+        try:
+            async with asyncio.timeout(HAND_OVER_S):
+                while not await self._is_handed_over():
+                    if not self.leaves:
+                        self.leaves = True
+                        self.emit("notice", text=_ONLY_WORKER)
+                        await announce()
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            self.emit("notice", text=_NO_TAKER)
+
+    # ---- looks ----------------------------------------------------------------------------------
+
+    async def _look(self, round: int, may_lag: float, *, waited: bool) -> Decision | Restore:
+        workers = self.pipeline.job.workers
+        await self.mates.refresh(at_once=not waited)
+        await workers.refresh()
+        mates = await self.matchmaking.positions(self.mates.alive())
+        view = StagesView(
+            stage=self.trainer.stage,
+            round=round,
+            has_trained=self.keeper.replica.revision > 0,
+            waited=waited,
+            mates=[each.round for each in mates.values()],
+            stages=[[each.position.round for each in at if each.trains] for at in workers.records],
+            copies=[each.position for each in self._copies()],
+            may_lag=may_lag,
+            is_over=workers.have_left(self.rounds),
+        )
+        decision = decide(view)
+        if decision is Decision.WAIT or isinstance(decision, Restore):  # records may be 20 s old
+            await workers.refresh(0.0)
+            there = await all_of(*map(self._others, range(self.pipeline.job.stages)))
+            stages = [[each.round for each in at.values()] for at in there]
+            decision = decide(replace(view, stages=stages, copies=[each.position for each in self._copies()]))
+        return decision
+
+    async def _others(self, stage: int) -> dict[PeerId, WorkerPosition]:
+        """Return the positions of the workers of another stage."""
+        job = self.pipeline.job
+        return (
+            {} if stage == self.trainer.stage else await job.positions(stage, job.workers.trained_by(stage))
+        )
+
+    def _copies(self) -> list[StageRecord]:
+        """Return the copies of this stage at workers of other stages."""
+        records = self.pipeline.job.workers.records[self.trainer.stage]
+        return [each for each in records if each.copy and each.worker.addresses]
+
+    async def _is_handed_over(self) -> bool:
+        here, stage, job = self.matchmaking.position, self.trainer.stage, self.pipeline.job
+        with suppress(SwarmnetError):  # the directory does not answer; the next look asks again
+            await job.workers.refresh(0.0)
+            if any(each.position == here for each in self._copies()):
+                return True
+            others = [each for each in job.workers.trained_by(stage) if each.peer != job.workers.me]
+            return here in (await job.positions(stage, others)).values()
+        return False
+
+    async def _move_when_needed(self, mover: StageMover) -> None:
+        stage, pipeline = self.trainer.stage, self.pipeline
+        move = await mover.decide(
+            pipeline.job.workers, stage, lambda: pipeline.batch_s, lambda: self.copies.has_copy
+        )
+        self.next_stage = move.start
+        self.emit("moving", stage=stage, to=move.start, reason=move.reason)
+        self.stop()
