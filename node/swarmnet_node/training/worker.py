@@ -301,8 +301,8 @@ class Worker:
                 ANNOUNCE_S,
                 ending=self._last_word,
             )
-            beside = () if self._stages is None else self._stages.background()
-            async with in_background(persist("the announcement", announcer.run), *beside):
+            others = () if self._stages is None else self._stages.background()
+            async with in_background(persist("the announcement", announcer.run), *others):
                 try:
                     failure = await race(self._interrupted, self._run_rounds())
                     if self.is_pausing:

@@ -81,7 +81,7 @@ class StagePart:
         return self.mover is None or self.copies.has_copy
 
     def background(self) -> Iterable[Coroutine[Any, Any, object]]:
-        """Yield what runs beside the rounds."""
+        """Yield what runs during the rounds."""
         yield persist("copies of a stage", self.copies.keep)
         if self.mover is not None:
             yield self._move_when_needed(self.mover)
