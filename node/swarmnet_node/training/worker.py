@@ -37,10 +37,10 @@ from swarmnet_node.training.events import EventHandler, Meters, exchange_fields
 from swarmnet_node.training.known_workers import KnownWorkers
 from swarmnet_node.training.pipeline.audits import WorkerStanding
 from swarmnet_node.training.pipeline.pipeline import Pipeline
+from swarmnet_node.training.pipeline.stage_choice import StageMover
 from swarmnet_node.training.pipeline.stage_copies import StageCopies
 from swarmnet_node.training.pipeline.stage_part import StagePart
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
-from swarmnet_node.training.pipeline.stage_choice import StageMover
 from swarmnet_node.training.state_keeper import StateKeeper
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport, Trainer
@@ -240,28 +240,9 @@ class Worker:
             has_place=lambda: self._slot is not None,
             emit=self._emit,
         )
-        pipeline = Pipeline.of(opened, trainer, self._transport, given.directory, self._compute, standing)
-        copies = StageCopies(
-            pipeline.job,
-            trainer,
-            given.directory,
-            self._state_server,
-            self._keeper.spill,
-            self._emit,
-            available_bytes=given.available_bytes,
-        )
-        return StagePart(
-            pipeline,
-            trainer,
-            self._workers,
-            self._matchmaking,
-            self._keeper,
-            copies,
-            given.mover,
-            self._emit,
-            self.stop,
-            opened.job.job.rounds,
-        )
+        pipeline = Pipeline(opened, trainer, self._transport, given.directory, self._compute, standing)
+        copies = StageCopies(pipeline.job, trainer, given.directory, self._keeper, given.available_bytes)
+        return StagePart(pipeline, self._keeper, copies, given.mover, self.stop, opened.job.job.rounds)
 
     @property
     def next_stage(self) -> int | None:
@@ -729,7 +710,7 @@ class Worker:
     # ---- helpers --------------------------------------------------------------------------------
 
     def _meters(self) -> Meters:
-        traffic = BoundaryBytes() if self._stages is None else self._stages.pipeline.traffic
+        traffic = BoundaryBytes() if self._stages is None else self._stages.pipeline.job.traffic
         bytes = traffic.forward, traffic.backward, traffic.received
         return Meters(self._now(), self._pace.computed_s, *bytes)
 
@@ -753,7 +734,7 @@ class Worker:
     @property
     def _stage(self) -> int:
         """The stage that this worker trains. Stage 0, or the whole model, computes the loss."""
-        return 0 if self._stages is None else self._stages.trainer.stage
+        return 0 if self._stages is None else self._stages.stage
 
     def _announcements(self) -> Iterable[Announcement]:
         stages = self._stages

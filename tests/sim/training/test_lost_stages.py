@@ -104,15 +104,9 @@ def copied_in_an_hour(took_s: float, available_bytes: int = 1 << 20) -> list[flo
     job.transport.addresses.return_value = ()
     trainer = Mock(stage=0)
     trainer.size_of.return_value = 1 << 10
-    copies = StageCopies(
-        job,
-        trainer,
-        AsyncMock(),
-        Mock(fetch=fetch),
-        spill,
-        Mock(),
-        available_bytes=lambda: available_bytes,
-    )
+    keeper = Mock(spill=spill)
+    keeper.server.fetch = fetch
+    copies = StageCopies(job, trainer, AsyncMock(), keeper, lambda: available_bytes)
 
     async def an_hour() -> None:
         with suppress(TimeoutError):

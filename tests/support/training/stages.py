@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from swarmnet_node.training.pipeline.pipeline import Pipeline
-from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
 from swarmnet_node.training.pipeline.stage_choice import StageMover
+from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_node.training.steps.training_machine import TrainingMachine

@@ -73,28 +73,45 @@ NEWS_S = 2.0
 class Pipeline:
     """The pipeline of a job with ``stages`` stages, at one worker."""
 
-    def __init__(  # noqa: PLR0913 - a worker's part in the job, and the job's sizes
+    def __init__(
         self,
-        job: StagedJob,
-        passes: StagePasses,
+        sealed: SealedJob,
+        trainer: StageTrainer,
+        transport: Transport,
+        directory: Directory,
         compute: Compute,
         standing: WorkerStanding,
-        *,
-        batch: int,
-        held_out: int,
-        inner_steps: int | None,
     ) -> None:
-        """``batch``: the microbatches of an origin's batch. ``held_out``: the most microbatches of
-        an evaluation. ``inner_steps``: the inner steps of a round; None if workers average
-        gradients."""
-        self.traffic = job.traffic
-        self._job = job
-        self._stage = passes.trainer.stage
-        self._workers = job.workers
-        self._passes = passes
+        """``trainer``: of this worker's stage."""
+        settings, id = sealed.job, bytes.fromhex(sealed.id)
+        if settings.stages is None:
+            raise ConfigError("this job has no stages")
+        sequences = settings.training.microbatch or settings.training.batch_size
+        boundary = Boundary(
+            BOUNDARY_CODECS[settings.stages.codec],
+            sequences,
+            sequences * settings.data.sequence_length,
+            trainer.width,
+            settings.job.seed,
+            trainer.vocabulary,
+        )
+        workers = StageWorkers(
+            directory, id, settings.stages.count, transport.peer_id, standing.excluded.__contains__
+        )
+        method = settings.make_method()  # workers that take inner steps have weights of their own
+        inner_steps = method.steps_per_round if method.kind == "parameters" else None
+        signs = AggregationRules.named(settings.exchange.aggregate, 1.0).verifiable and inner_steps is None
+        self.job = job = StagedJob(
+            id, settings.stages.count, transport, workers, Timing(), settings.eval.every_rounds
+        )
+        self._stage = trainer.stage
+        self._workers = workers
+        self._passes = passes = StagePasses(trainer, boundary, standing.sign if signs else None)
         self._compute = compute
-        self._batch = batch
-        self._held_out = held_out
+        self._batch = batch = settings.training.batch_size // sequences
+        """The microbatches of an origin's batch."""
+        self._held_out = settings.eval.batches * batch + len(settings.data.sources)
+        """The most microbatches of an evaluation."""
         self._numbers = batch * (inner_steps or 1)
         """Microbatches of an origin in a round."""
         self._turns = Turns(compute)
@@ -135,46 +152,6 @@ class Pipeline:
         self._ends = RoundEnds()
         self._inner = InnerSteps(passes, self._turns, self._news) if inner_steps else None
 
-    @classmethod
-    def of(
-        cls,
-        sealed: SealedJob,
-        trainer: StageTrainer,
-        transport: Transport,
-        directory: Directory,
-        compute: Compute,
-        standing: WorkerStanding,
-    ) -> "Pipeline":
-        """Return the pipeline of a job at the worker of ``trainer``'s stage."""
-        job, id = sealed.job, bytes.fromhex(sealed.id)
-        if job.stages is None:
-            raise ConfigError("this job has no stages")
-        sequences = job.training.microbatch or job.training.batch_size
-        boundary = Boundary(
-            BOUNDARY_CODECS[job.stages.codec],
-            sequences,
-            sequences * job.data.sequence_length,
-            trainer.width,
-            job.job.seed,
-            trainer.vocabulary,
-        )
-        workers = StageWorkers(
-            directory, id, job.stages.count, transport.peer_id, standing.excluded.__contains__
-        )
-        method = job.make_method()  # workers that take inner steps have weights of their own
-        signs = AggregationRules.named(job.exchange.aggregate, 1.0).verifiable and method.kind == "gradients"
-        passes = StagePasses(trainer, boundary, standing.sign if signs else None)
-        batch = job.training.batch_size // sequences
-        return cls(
-            StagedJob(id, job.stages.count, transport, workers, Timing(), job.eval.every_rounds),
-            passes,
-            compute,
-            standing,
-            batch=batch,
-            held_out=job.eval.batches * batch + len(job.data.sources),
-            inner_steps=method.steps_per_round if method.kind == "parameters" else None,
-        )
-
     @property
     def batch_s(self) -> float:
         """Seconds that this worker computes for one origin's batch. 0 until they are known."""
@@ -183,9 +160,9 @@ class Pipeline:
 
     async def serve(self) -> None:
         """Serve other workers until the transport closes."""
-        await MICROBATCH.serve(self._job.transport, self._answer, self._job.timing)
+        await MICROBATCH.serve(self.job.transport, self._answer, self.job.timing)
         await self._auditor.serve()
-        await STEP.serve(self._job.transport, self._hear, self._job.timing)
+        await STEP.serve(self.job.transport, self._hear, self.job.timing)
 
     async def close(self) -> None:
         """End all conversations."""
@@ -217,10 +194,6 @@ class Pipeline:
         if self._last_round is None:
             self._last_round = self._begun
             self._stopping = asyncio.create_task(give_up())
-
-    @property
-    def job(self) -> StagedJob:
-        return self._job
 
     @property
     def hears_origins(self) -> bool:
@@ -296,7 +269,7 @@ class Pipeline:
         if self._origin is not None:
             report = await self._origin.steps(round, slot, first, end)
             if is_last:
-                me = self._job.transport.peer_id
+                me = self.job.transport.peer_id
                 await self._origin.ended(round, StepEnd((me,), report.tokens))
             return report
         if self._inner is None:
@@ -329,7 +302,7 @@ class Pipeline:
         ``contributors`` of its exchange in stage 0 divide the work. Other workers return None.
         Raises ``TimeoutError`` if a microbatch does not come home within ``most_s``.
         """
-        me = self._job.transport.peer_id
+        me = self.job.transport.peer_id
         if self._origin is None:
             return None
         if me not in contributors:
@@ -349,7 +322,7 @@ class Pipeline:
         """Let the origins of the last round vote, unless they have left."""
         if round in self._accounts:
             present = self._origins & self._workers.of(0).keys()
-            me = self._job.transport.peer_id
+            me = self.job.transport.peer_id
             self._accounts[round].electors = frozenset(electors(round, me, present, ELECTORS))
 
     def is_discarded(self, round: int) -> bool:
@@ -388,13 +361,13 @@ class Pipeline:
         request, _ = await stream.receive()
         microbatch = microbatch_from_wire(
             request.begin,
-            job=self._job.id,
-            stages=self._job.stages,
+            job=self.job.id,
+            stages=self.job.stages,
             count=self._held_out if request.begin.forward_only else self._numbers,
             positions=self._passes.boundary.positions,
-            way=(stream.peer, self._job.transport.peer_id),
+            way=(stream.peer, self.job.transport.peer_id),
         )
-        if microbatch.stage % self._job.stages != self._stage:
+        if microbatch.stage % self.job.stages != self._stage:
             raise ProtocolViolation(f"this worker has stage {self._stage}")
         await self._workers.check(stream.peer, microbatch.stage - 1)
         if self._stage and microbatch.id.origin != stream.peer:
@@ -411,7 +384,7 @@ class Pipeline:
             return kept[0].inputs is not None
 
         async def gradient(inputs: Buffer | None) -> tuple[Buffer, Sequence[Receipt]]:
-            self.traffic.received += len(inputs or b"")
+            self.job.traffic.received += len(inputs or b"")
             if microbatch.is_forward_only:
                 return await self._evaluate(microbatch, inputs or b""), ()
             async with kept[0].lock:
@@ -422,13 +395,13 @@ class Pipeline:
                 except ProtocolViolation:  # these inputs
                     kept[0].inputs = None
                     raise
-            self.traffic.backward += len(answer)
+            self.job.traffic.backward += len(answer)
             return answer, kept[0].receipts
 
         with self._place(stream.peer):
             async with held:
                 await answer_microbatch(
-                    stream, self._job.timing, admit, self._passes.boundary.inputs_bytes, gradient
+                    stream, self.job.timing, admit, self._passes.boundary.inputs_bytes, gradient
                 )
 
     @contextmanager
@@ -513,7 +486,7 @@ class Pipeline:
                 gradient, later = await self._ask_next(microbatch, kept.outputs or b"", again=again)
                 if kept.grad_inputs is None:
                     self._check_round(id)
-                    subject = microbatch.subject(self._job.id)
+                    subject = microbatch.subject(self.job.id)
 
                     def backward() -> None:
                         passes.backward(kept, gradient, id)
@@ -547,7 +520,7 @@ class Pipeline:
         ``again``: another worker has answered before.
         """
         onward = microbatch.onward()
-        addresses = self._workers.addresses(onward.stage % self._job.stages, onward.receiver)
+        addresses = self._workers.addresses(onward.stage % self.job.stages, onward.receiver)
         size_bytes = self._passes.boundary.answer_bytes(onward)
         return await self._client.gradient(onward, addresses, outputs, size_bytes, again=again)
 
@@ -584,7 +557,7 @@ class Pipeline:
 
         self._hearing += 1
         try:
-            await race(converse(), stream.send_heartbeats(self._job.timing.heartbeat_s, lambda: heartbeat))
+            await race(converse(), stream.send_heartbeats(self.job.timing.heartbeat_s, lambda: heartbeat))
         finally:
             self._hearing -= 1
             self._ends.lose(round, stream.peer)
@@ -594,7 +567,7 @@ class Pipeline:
 
     def _listing(self, wire: pb.Listing) -> dict[int, int]:
         most = self._passes.boundary.positions
-        return listing_from_wire(wire, job=self._job.id, count=self._batch, most=most)
+        return listing_from_wire(wire, job=self.job.id, count=self._batch, most=most)
 
     async def _note(self, stream: ToOrigin, round: int, listed: dict[int, int]) -> None:
         origin = stream.peer

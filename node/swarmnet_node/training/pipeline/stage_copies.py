@@ -5,21 +5,22 @@ While a stage has one worker, a worker of the stage before keeps a copy of its s
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NoReturn
 
 from swarmnet_node.training.pipeline.stage_workers import StagedJob
 from swarmnet_node.training.shared_state import max_state_bytes
+from swarmnet_node.training.state_keeper import StateKeeper
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import HASH_BYTES, worker_announcement
 from swarmnet_protocols.training.rounds.terms import RoundMember
-from swarmnet_protocols.training.state_transfer import PackedState, StateServer
+from swarmnet_protocols.training.state_transfer import PackedState
 
 LOOK_S = 10.0
 """Seconds between two looks at the next stage. With less, the directory is read for nothing. With
@@ -33,32 +34,22 @@ less, copies of a large stage are older."""
 NO_COPY = WorkerPosition(0, bytes(HASH_BYTES))
 
 
+@dataclass
 class StageCopies:
     """The copy that one worker keeps of the next stage."""
 
-    def __init__(  # noqa: PLR0913 - the job, this worker's part in it, and its limits
-        self,
-        job: StagedJob,
-        trainer: StageTrainer,
-        directory: Directory,
-        server: StateServer,
-        spill: Callable[[Sequence[Buffer]], Awaitable[memoryview]],
-        emit: Callable[..., None],
-        *,
-        available_bytes: Callable[[], int],
-    ) -> None:
-        """``spill``: writes a copy to the disk.
-        ``available_bytes``: the memory that this worker may still take."""
-        self._job = job
-        self._trainer = trainer
-        self._next = (trainer.stage + 1) % job.stages
-        self._directory = directory
-        self._server = server
-        self._spill = spill
-        self._emit = emit
-        self._available_bytes = available_bytes
-        self._kept = NO_COPY
-        self._due_s = 0.0
+    job: StagedJob
+    trainer: StageTrainer
+    directory: Directory
+    keeper: StateKeeper
+    available_bytes: Callable[[], int]
+    """Returns the memory that this worker may still take."""
+    _kept: WorkerPosition = NO_COPY
+    _due_s: float = 0.0
+
+    @property
+    def _next(self) -> int:
+        return (self.trainer.stage + 1) % self.job.stages
 
     @property
     def has_copy(self) -> bool:
@@ -72,39 +63,39 @@ class StageCopies:
                 await self._look_at_next()
 
     async def _look_at_next(self) -> None:
-        workers = self._job.workers
+        workers = self.job.workers
         await workers.refresh()
         there = [each for each in workers.records[self._next] if each.trains]
-        keeper = min((each.peer for each in workers.trained_by(self._trainer.stage)), default=None)
+        keeper = min((each.peer for each in workers.trained_by(self.trainer.stage)), default=None)
         if len(there) == 1 and keeper == workers.me:
             if there[0].leaving or asyncio.get_running_loop().time() >= self._due_s:
                 await self._copy(there[0].worker)
         elif len(there) > 1 and self.has_copy:
-            self._server.keep(self._job.key(self._next), None)
+            self.keeper.server.keep(self.job.key(self._next), None)
             ended, self._kept = [*self.announcements(ending=True)], NO_COPY
             for each in ended:
-                await each.publish(self._directory)
+                await each.publish(self.directory)
 
     def announcements(self, *, ending: bool = False) -> Iterator[Announcement]:
         """Yield the announcement of the copy, or of its end."""
         if self.has_copy:
-            addresses = () if ending else self._job.transport.addresses()
-            yield worker_announcement(self._job.workers.groups[self._next], addresses, self._kept, copy=True)
+            addresses = () if ending else self.job.transport.addresses()
+            yield worker_announcement(self.job.workers.groups[self._next], addresses, self._kept, copy=True)
 
     async def _copy(self, worker: RoundMember) -> None:
-        most_bytes = max_state_bytes(self._trainer.size_of(self._next))
-        if most_bytes > self._available_bytes():
+        most_bytes = max_state_bytes(self.trainer.size_of(self._next))
+        if most_bytes > self.available_bytes():
             return
         clock = asyncio.get_running_loop().time
         started_s = clock()
-        position = (await self._job.positions(self._next, [worker])).get(worker.peer, self._kept)
+        position = (await self.job.positions(self._next, [worker])).get(worker.peer, self._kept)
         if position == self._kept:
             return
-        key = self._job.key(self._next)
-        data, _ = await self._server.fetch(key, position.state, [worker], max_bytes=most_bytes)
-        self._server.keep(key, PackedState.of([await self._spill([data])]))
+        key = self.job.key(self._next)
+        data, _ = await self.keeper.server.fetch(key, position.state, [worker], max_bytes=most_bytes)
+        self.keeper.server.keep(key, PackedState.of([await self.keeper.spill([data])]))
         self._kept = position
         self._due_s = clock() + max(COPY_S, (clock() - started_s) / LINK_SHARE)
-        self._emit("copy", stage=self._next, round=position.round, bytes=len(data))
+        self.keeper.emit("copy", stage=self._next, round=position.round, bytes=len(data))
         for each in self.announcements():
-            await each.publish(self._directory)
+            await each.publish(self.directory)

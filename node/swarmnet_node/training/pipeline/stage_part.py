@@ -15,19 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from swarmnet_node.training.known_workers import KnownWorkers
 from swarmnet_node.training.pipeline.pipeline import Pipeline
-from swarmnet_node.training.pipeline.stage_copies import StageCopies
 from swarmnet_node.training.pipeline.stage_choice import StageMover
+from swarmnet_node.training.pipeline.stage_copies import StageCopies
 from swarmnet_node.training.state_keeper import StateKeeper
-from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import all_of, cancel, persist
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import StageRecord
-from swarmnet_protocols.training.matchmaking import Matchmaking
 from swarmnet_protocols.training.pipeline.stage_decisions import Decision, Restore, StagesView, decide
 
 T = TypeVar("T")
@@ -48,15 +45,10 @@ class StagePart:
     """The part of one worker in a job of ``rounds`` rounds."""
 
     pipeline: Pipeline
-    trainer: StageTrainer
-    mates: KnownWorkers
-    """The other workers of its stage."""
-    matchmaking: Matchmaking
     keeper: StateKeeper
     copies: StageCopies
     mover: StageMover | None
     """Decides when the worker moves to another stage. None: it stays."""
-    emit: Callable[..., None]
     stop: Callable[[], None]
     """Makes the worker leave after its present round."""
     rounds: int
@@ -70,10 +62,17 @@ class StagePart:
     """True while the other stages went on without this worker's stage."""
 
     @property
+    def stage(self) -> int:
+        return self.copies.trainer.stage
+
+    @property
     def about(self) -> dict[str, Any]:
         """Return the fields about the worker's stage in events."""
-        stage, stages = self.trainer.stage, self.pipeline.job.stages
-        return {"stage": stage, "stages": stages, "blocks": list(self.trainer.block_range)}
+        return {
+            "stage": self.stage,
+            "stages": self.pipeline.job.stages,
+            "blocks": list(self.copies.trainer.block_range),
+        }
 
     @property
     def stays(self) -> bool:
@@ -128,7 +127,7 @@ class StagePart:
             decision = await self._look(round, 0, waited=self.is_stranded)
             if decision is Decision.WAIT:
                 raise Unreachable(
-                    f"nobody has the state of stage {self.trainer.stage}",
+                    f"nobody has the state of stage {self.stage}",
                     hint="start a machine that trained this stage, with its data directory",
                 )
             if isinstance(decision, Restore):
@@ -136,7 +135,7 @@ class StagePart:
                 await self.keeper.restore(decision, holders)
                 round = decision.round
         except SwarmnetError as error:
-            self.emit("stage_lost", **self.about, reason=str(error))
+            self.keeper.emit("stage_lost", **self.about, reason=str(error))
             await asyncio.sleep(LOOK_S)
             return None
         self.is_stranded = False
@@ -147,7 +146,7 @@ class StagePart:
         if not self.pipeline.job.workers.have_left(self.rounds):
             return False
         text = f"the job ended without this worker, which has its stage after {round} rounds"
-        self.emit("notice", text=text)
+        self.keeper.emit("notice", text=text)
         self.is_over = True
         self.stop()
         return True
@@ -160,21 +159,21 @@ class StagePart:
                 while not await self._is_handed_over():
                     if not self.leaves:
                         self.leaves = True
-                        self.emit("notice", text=_ONLY_WORKER)
+                        self.keeper.emit("notice", text=_ONLY_WORKER)
                         await announce()
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
-            self.emit("notice", text=_NO_TAKER)
+            self.keeper.emit("notice", text=_NO_TAKER)
 
     # ---- looks ----------------------------------------------------------------------------------
 
     async def _look(self, round: int, may_lag: float, *, waited: bool) -> Decision | Restore:
         workers = self.pipeline.job.workers
-        await self.mates.refresh(at_once=not waited)
+        await self.keeper.workers.refresh(at_once=not waited)
         await workers.refresh()
-        mates = await self.matchmaking.positions(self.mates.alive())
+        mates = await self.keeper.matchmaking.positions(self.keeper.workers.alive())
         view = StagesView(
-            stage=self.trainer.stage,
+            stage=self.stage,
             round=round,
             has_trained=self.keeper.replica.revision > 0,
             waited=waited,
@@ -195,17 +194,15 @@ class StagePart:
     async def _others(self, stage: int) -> dict[PeerId, WorkerPosition]:
         """Return the positions of the workers of another stage."""
         job = self.pipeline.job
-        return (
-            {} if stage == self.trainer.stage else await job.positions(stage, job.workers.trained_by(stage))
-        )
+        return {} if stage == self.stage else await job.positions(stage, job.workers.trained_by(stage))
 
     def _copies(self) -> list[StageRecord]:
         """Return the copies of this stage at workers of other stages."""
-        records = self.pipeline.job.workers.records[self.trainer.stage]
+        records = self.pipeline.job.workers.records[self.stage]
         return [each for each in records if each.copy and each.worker.addresses]
 
     async def _is_handed_over(self) -> bool:
-        here, stage, job = self.matchmaking.position, self.trainer.stage, self.pipeline.job
+        here, stage, job = self.keeper.matchmaking.position, self.stage, self.pipeline.job
         with suppress(SwarmnetError):  # the directory does not answer; the next look asks again
             await job.workers.refresh(0.0)
             if any(each.position == here for each in self._copies()):
@@ -215,10 +212,10 @@ class StagePart:
         return False
 
     async def _move_when_needed(self, mover: StageMover) -> None:
-        stage, pipeline = self.trainer.stage, self.pipeline
+        stage, pipeline = self.stage, self.pipeline
         move = await mover.decide(
             pipeline.job.workers, stage, lambda: pipeline.batch_s, lambda: self.copies.has_copy
         )
         self.next_stage = move.start
-        self.emit("moving", stage=stage, to=move.start, reason=move.reason)
+        self.keeper.emit("moving", stage=stage, to=move.start, reason=move.reason)
         self.stop()
