@@ -25,7 +25,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from swarmnet.gateway.errors import RETRY_S, ApiError, api_error
+from swarmnet.gateway.errors import CLIENT_CLOSED_REQUEST, RETRY_S, ApiError, api_error
 from swarmnet.gateway.generation.embedding import embedded
 from swarmnet.gateway.generation.generation import Generation
 from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest
@@ -52,6 +52,7 @@ from swarmnet.gateway.protocols.ollama import OLLAMA_CHAT, OLLAMA_GENERATE, Olla
 from swarmnet.gateway.protocols.responses import RESPONSES, ResponsesBody
 from swarmnet.gateway.protocols.schemas import MAX_CHOICES, DetokenizeRequest, StrictModel, TokenizeRequest
 from swarmnet.gateway.quotas import Quota, QuotaTracker
+from swarmnet.gateway.usage import RunningRequest, UsageByKey
 from swarmnet.resident import PATH
 from swarmnet.web.middleware import key_name
 from swarmnet.web.pages import add_page
@@ -64,8 +65,6 @@ from swarmnet_protocols.models.public_names import name_for_peers
 FIRST_TOKEN_S = 5.0
 """Seconds until a stream's status is sent even without a token. An earlier failure is reported by
 the status, a later one by an error event."""
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a request whose client has disconnected. It appears in logs only."""
 ENDPOINTS: tuple[GenerationEndpoint[Any], ...] = (
     CHAT_COMPLETIONS,
     COMPLETIONS,
@@ -102,6 +101,7 @@ class Gateway:
         self._created = int(self.clock())
         self._fingerprint = f"swarm-{self.served.local.manifest.hash.hex()[:12]}"
         self._kept = ResponsesByKey(self.clock)
+        self._usage = UsageByKey()
         self._running = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -117,6 +117,7 @@ class Gateway:
             ("/version", self.version),
             ("/metrics", self.metrics),
             ("/v1/responses/{response_id}", self.kept_response),
+            ("/v1/usage", self.usage),
             ("/api/version", self.ollama_version),
             ("/api/tags", self.ollama_tags),
             ("/api/ps", self.ollama_tags),
@@ -133,6 +134,7 @@ class Gateway:
             app.add_api_route(path, embed, methods=["POST"], response_model=None)
         app.add_api_route(f"{messages.PATH}/count_tokens", self.count_tokens, methods=["POST"])
         app.add_api_route("/v1/responses/{response_id}", self.forget_response, methods=["DELETE"])
+        app.add_api_route("/v1/usage/{request_id}", self.cancel_request, methods=["DELETE"])
         app.add_api_route("/api/show", self.ollama_show, methods=["POST"])
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
@@ -185,6 +187,7 @@ class Gateway:
             vectors = await race(embedded(self.served, requests, body.dimensions), _client_left(request))
             if vectors is None:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
+            self._usage[key].embedded(tokens)
             return JSONResponse(body.response(self.model, vectors, tokens))
 
     async def count_tokens(self, request: Request) -> dict[str, int]:
@@ -198,6 +201,13 @@ class Gateway:
     async def forget_response(self, response_id: str, request: Request) -> dict[str, Any]:
         self._kept[key_name(request)].forget(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
+
+    async def usage(self, request: Request) -> dict[str, Any]:
+        return self._usage[key_name(request)].fields()
+
+    async def cancel_request(self, request_id: str, request: Request) -> dict[str, Any]:
+        self._usage[key_name(request)].cancel(request_id)
+        return {"id": request_id, "object": "request", "cancelled": True}
 
     async def ollama_version(self) -> dict[str, str]:
         return {"version": ollama.API_VERSION}
@@ -287,6 +297,8 @@ class Gateway:
                     prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
                 )
             )
+            running = RunningRequest(request.url.path, wanted.model, int(self.clock()), generation)
+            stack.enter_context(self._usage[key].running(running))
             clock = asyncio.get_running_loop().time
             self._quotas.use_tokens(key, sum(len(each.ids) for each in requests), clock())
             stack.callback(lambda: self._quotas.use_tokens(key, generation.usage.completion_tokens, clock()))

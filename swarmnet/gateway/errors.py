@@ -14,12 +14,22 @@ from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 RETRY_S = 5
 """Default of ``Retry-After`` in seconds: the interval at which a client reads the directory."""
 
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a request that its client ended: it has disconnected, or has cancelled the
+request. Clients do not repeat such a request, as they do with 409 and 5xx."""
 UNSUPPORTED = "unsupported"
 """Pydantic error type for an unknown parameter; its context has the ``name``."""
 MAX_NAME_CHARS = 64
 MAX_MESSAGE_CHARS = 400
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 408: "body_too_slow", 413: "body_too_large"}
 _NOT_FOUND = "there is nothing at this path: try /v1/models, /v1/chat/completions or /v1/completions"
+
+
+class RequestCancelled(errors.SwarmnetError):
+    """The caller has cancelled this request by another one."""
+
+    def __init__(self) -> None:
+        super().__init__("this request was cancelled")
 
 
 @dataclass
@@ -61,6 +71,8 @@ def swarm_error(error: errors.SwarmnetError) -> ApiError:
     """Return the error response for a failure of the swarm: 503 with ``Retry-After`` if a retry may
     succeed, else 500."""
     message = f"{error} ({error.hint})" if error.hint else str(error)
+    if isinstance(error, RequestCancelled):
+        return ApiError(CLIENT_CLOSED_REQUEST, message, "cancelled")
     if isinstance(error, errors.NoRoom):
         return ApiError(400, message, "context_length_exceeded")
     if isinstance(error, Overloaded | errors.HostsOverloaded):

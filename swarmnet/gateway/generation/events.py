@@ -80,6 +80,14 @@ class Usage:
     trace: AnswerTrace | None = None
     """The steps of a traced request."""
 
+    def add(self, other: "Usage") -> None:
+        """Add the numbers of ``other``, a request of the same key."""
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.reasoning_tokens += other.reasoning_tokens
+        self.cached_tokens += other.cached_tokens
+        self.trips += other.trips
+
 
 @dataclass
 class AnsweredChoice:

@@ -88,6 +88,10 @@ class Generation:
             self._unfinished -= isinstance(item, ChoiceEnd)
             yield item
 
+    def fail(self, error: SwarmnetError) -> None:
+        """End the generation with an error, as if a choice had failed."""
+        self._put(error)
+
     def _put(self, item: Delta | SwarmnetError) -> None:
         if not self._started.is_set() and isinstance(item, SwarmnetError):
             self._first_error = item
