@@ -141,6 +141,7 @@ def session_messages() -> Iterator[Protobuf]:
     yield pb.SessionReply(link_made=pb.LinkMade(epoch=3))
     yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, timed=True))
     yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, continues=True))
+    yield pb.SessionRequest(open=pb.Open(session=_SESSION, epoch=1, span=span, batch=True))
     yield pb.SessionReply(
         timed=pb.Timed(
             step=300,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.batching.sequences import IDLE_S, KEPT_POSITIONS, SequenceGroup
 from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle
 from swarmnet_client.chain.trace import Trace
 from swarmnet_client.hosts.model_hosts import ModelHosts
@@ -286,6 +287,8 @@ class BatchedModel:
     """Most positions that the model takes."""
     speculates: bool
     """Whether answers are decoded speculatively."""
+    lowest: Batcher
+    """Answers requests of batches. Hosts compute them in the time that others leave."""
 
     @classmethod
     @asynccontextmanager
@@ -320,20 +323,25 @@ class BatchedModel:
                 return Chain.open(hosts, traced, layers.embed, layers.logits, give_up_idle)
 
             await hosts.refresh()
-            async with Batcher(
-                LmHead(layers, computing),
-                partial(Chain.open, hosts, spec, layers.embed, layers.logits),
-                limits,
-                draft_model,
-                lambda: hosts.room((0, spec.blocks)),
-                idle_s,
-            ).running() as batcher:
-                batcher.open_traced = open_traced
-                yield cls(local, layers, vocabulary, batcher, hosts, local.max_positions, speculates)
+            head = LmHead(layers, computing)
+
+            def batcher(spec: ChainSpec) -> AbstractAsyncContextManager[Batcher]:
+                opens = partial(Chain.open, hosts, spec, layers.embed, layers.logits)
+                room = partial(hosts.room, (0, spec.blocks))
+                return Batcher(head, opens, limits, draft_model, room, idle_s).running()
+
+            async with batcher(spec) as first, batcher(replace(spec, is_batch=True)) as lowest:
+                first.open_traced = open_traced
+                most = local.max_positions
+                yield cls(local, layers, vocabulary, first, hosts, most, speculates, lowest)
         finally:
             computing.shutdown(wait=False)
             if draft_model is not None:
                 draft_model.close()
+
+    def for_batches(self) -> "BatchedModel":
+        """Return this model with the batcher of batches."""
+        return replace(self, batcher=self.lowest)
 
     @property
     def transport(self) -> Transport:

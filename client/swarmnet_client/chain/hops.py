@@ -57,6 +57,7 @@ class ChainSpec:
       hosts without other work, once a replay would take long.
     - ``trace``: records the times of all steps.
     - ``wait_s``: longest wait, in seconds, for overloaded hosts before the first answer.
+    - ``is_batch``: hosts compute its steps in the time that steps of other chains leave.
     """
 
     blocks: int
@@ -69,6 +70,7 @@ class ChainSpec:
     standby: bool | None = None
     trace: Trace | None = None
     wait_s: float = 0.0
+    is_batch: bool = False
 
     @property
     def prefix_positions(self) -> int:

@@ -129,6 +129,7 @@ class HopSessions:
             spare=role is SessionRole.SPARE,
             timed=self.spec.trace is not None,
             continues=role is SessionRole.SUCCESSOR,
+            batch=self.spec.is_batch,
         )
 
         async def ask(adapter: bytes) -> SessionStream:

@@ -4,7 +4,8 @@ There are two kinds of work:
 
 1. Steps of sessions. :meth:`Engine.compute` queues new positions of some sequences. The loop takes
    waiting work as ``scheduler.py`` chooses, and computes it in one forward of the stage (Orca, Yu
-   et al., 2022, section 3.2). Work that arrives during a forward joins the next one.
+   et al., 2022, section 3.2). Work that arrives during a forward joins the next one. Steps of
+   batches are computed in the pauses of all others, or ride along where they cost little.
 2. Passes for training. :meth:`Engine.compute_pass` queues a computation that cannot be split. A
    pass runs when no session has work, or when sessions have had priority for long enough.
 
@@ -20,9 +21,9 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -30,8 +31,10 @@ from typing import Any, TypeVar
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.counters import LOAD_S, BusyShare, EngineCounters
 from swarmnet_node.engine.scheduler import (
+    BATCH_WAIT_S,
     SHORT_TOKENS,
     ClientShares,
+    Rhythm,
     Waiting,
     batching_delay_s,
     schedule,
@@ -53,6 +56,8 @@ MAX_BATCH_TOKENS = 512
 computed more slowly."""
 GRAPH_CLIENT_SHARE = 2
 """The graphs of one client take at most one part in this many of the memory for caches."""
+GIVE_WAY_S = 0.1
+"""Seconds between two looks whether steps of batches that give way may be computed."""
 RECENT_S = 1.0
 """Seconds after its last work while a sequence or session is expected to have more."""
 SMOOTHING = 0.1
@@ -87,6 +92,7 @@ class _StepWork:
     behind: int
     started: Callable[[], None]
     """Called when its first forward begins."""
+    is_batch: bool
     done: "asyncio.Future[Any]" = field(default_factory=_future)
     outputs: list[Any] = field(default_factory=list)
     computed: int = 0
@@ -140,6 +146,44 @@ class _PassWork:
     done: "asyncio.Future[Any]" = field(default_factory=_future)
 
 
+class _Sessions:
+    """The sessions of one kind: batches, or all others."""
+
+    def __init__(self) -> None:
+        self.last_work: dict[SequenceCache, float] = {}
+        """Loop time of each registered sequence's last work."""
+        self.active: dict[Scope, float] = {}
+        """Loop time of each session's last work, by its scope."""
+        self.shares = ClientShares()
+
+    def set_active(self, scopes: Iterable[Scope]) -> None:
+        """Count these as active, and forget those without work for ``RECENT_S``.
+
+        A client between two tokens has no work at this moment. It stays active, so that it keeps
+        its counter and the limit for shared forwards holds.
+        """
+        now = _now()
+        self.active |= dict.fromkeys(scopes, now)
+        self.active = {scope: at for scope, at in self.active.items() if at > now - RECENT_S}
+        self.shares.set_active({scope.owner for scope in self.active})
+
+    def delay_s(self, steps: Sequence[_StepWork], forward_s: float) -> float:
+        """Return how long ``steps`` should wait for sequences that are expected soon."""
+        since = _now() - RECENT_S
+        self.last_work = {each: at for each, at in self.last_work.items() if at > since}
+        expected = len(self.last_work.keys() | {work.sequence for work in steps})
+        lead = self.shares.lead({work.scope.owner for work in steps})
+        return batching_delay_s(len(steps), expected, forward_s, lead=lead)
+
+    def pick(self, steps: Sequence[_StepWork], most: int) -> list[tuple[_StepWork, int]]:
+        """Choose at most ``most`` positions of ``steps``, and count them."""
+        waiting = [work.waiting for work in steps]
+        picked = schedule(waiting, most, self.shares.served)
+        if picked:
+            self.shares.charge(((waiting[index].client, tokens) for index, tokens in picked), most)
+        return [(steps[index], tokens) for index, tokens in picked]
+
+
 class Engine:
     """Computes for many clients on one stage."""
 
@@ -191,11 +235,8 @@ class Engine:
         self._last_pass_at = -math.inf
         self._wake = asyncio.Event()
         self._stopped = False
-        self._last_work: dict[SequenceCache, float] = {}
-        """Loop time of each registered sequence's last work."""
-        self._active: dict[Scope, float] = {}
-        """Loop time of each session's last work, by its scope."""
-        self._shares = ClientShares()
+        self._urgent, self._batches = _Sessions(), _Sessions()
+        self._rhythm = Rhythm()
         self.limit_caches(max_cache_bytes)
 
     @asynccontextmanager
@@ -225,9 +266,9 @@ class Engine:
     def queue_s(self) -> float:
         """Seconds that new work of a session would wait, estimated from average durations.
 
-        Sessions overtake passes, except a pass that may already run.
+        Sessions overtake batches, and passes except one that may already run.
         """
-        tokens = sum(work.waiting.tokens for work in self._steps)
+        tokens = sum(work.waiting.tokens for work in self._steps if not work.is_batch)
         positions = self._passes[0].positions if self._passes else 0
         return self.token_s * tokens + self._pass_position_s * positions
 
@@ -256,7 +297,8 @@ class Engine:
 
     def release(self, sequence: SequenceCache) -> None:
         """Give back the reservation of a sequence's KV cache. Idempotent."""
-        self._last_work.pop(sequence, None)
+        for sessions in (self._urgent, self._batches):
+            sessions.last_work.pop(sequence, None)
         if sequence.reservation is not None:
             sequence.reservation.release()
             sequence.reservation = None
@@ -310,12 +352,14 @@ class Engine:
         stage: Stage,
         rows: Sequence[tuple[SequenceCache, Any]],
         started: Callable[[], None] = lambda: None,
+        *,
+        is_batch: bool = False,
     ) -> list[Any]:
         """Compute outputs [count, D] for rows of (sequence, inputs [count, D]) on ``stage``.
 
         ``stage`` is this engine's stage or a part of it. Each sequence grows by ``count``.
         ``started`` is called for each row when its first forward begins. Graphs are dropped to make
-        room.
+        room. ``is_batch``: the rows give way to others.
 
         Raises ``OutOfResources``, before anything is computed, if the KV caches may not grow that
         far, ``StreamEnded`` if a sequence was released, and ``Unreachable`` if the engine has
@@ -329,12 +373,15 @@ class Engine:
             needed = stage.geometry.bytes_for(sequence.length + len(inputs))
             reservation.resize(max(reservation.amount, needed))
             scope, behind = reservation.scope, sequence.behind
-            works.append(_StepWork(sequence, scope, inputs, stage, since, behind, started))
+            works.append(_StepWork(sequence, scope, inputs, stage, since, behind, started, is_batch))
         self.graph_cache.shrink(self._free_bytes)
         if self._stopped:
             raise Unreachable("this host has stopped")
         self._steps.extend(works)
-        self._last_work |= dict.fromkeys((sequence for sequence, _ in rows), _now())
+        sessions = self._batches if is_batch else self._urgent
+        sessions.last_work |= dict.fromkeys((sequence for sequence, _ in rows), _now())
+        if not is_batch:
+            self._rhythm.came(since)
         self._wake.set()
         return await asyncio.gather(*(work.done for work in works))
 
@@ -397,15 +444,8 @@ class Engine:
 
         Waits at most as long as a forward takes.
         """
-        now = _now()
-        until, since = now + self._forward_s, now - RECENT_S
-        self._last_work = {each: at for each, at in self._last_work.items() if at > since}
-        while delay_s := batching_delay_s(
-            len(self._steps),
-            self._expected(),
-            self._forward_s,
-            lead=self._shares.lead({work.scope.owner for work in self._steps}),
-        ):
+        until = _now() + self._forward_s
+        while delay_s := self._delay_s():
             self._wake.clear()
             try:
                 async with asyncio.timeout(min(delay_s, until - _now())):
@@ -413,11 +453,10 @@ class Engine:
             except TimeoutError:
                 return
 
-    def _expected(self) -> int:
-        """Return the number of sequences that had work recently, including waiting ones."""
-        since = _now() - RECENT_S
-        recent = {sequence for sequence, at in self._last_work.items() if at > since}
-        return len(recent | {work.sequence for work in self._steps})
+    def _delay_s(self) -> float:
+        steps = [work for work in self._steps if not work.is_batch]
+        sessions = self._urgent if steps else self._batches
+        return sessions.delay_s(steps or self._steps, self._forward_s)
 
     def _is_pass_next(self) -> bool:
         """Return whether a pass runs next.
@@ -429,20 +468,37 @@ class Engine:
         first = self._passes[0]
         return _now() >= max(first.since, self._last_pass_at) + first.max_delay_s
 
+    def _pick(self) -> list[tuple[_StepWork, int]]:
+        """Choose the steps of the next forward. There may be none while batches give way."""
+        steps = [work for work in self._steps if not work.is_batch]
+        batches = [work for work in self._steps if work.is_batch]
+        self._urgent.set_active(work.scope for work in steps)
+        self._batches.set_active(work.scope for work in batches)
+        is_shared = bool(batches) or len(self._urgent.active) > 1
+        most = shared_tokens(self.position_s, MAX_BATCH_TOKENS) if is_shared else MAX_BATCH_TOKENS
+        picked = self._urgent.pick(steps, most)
+        if picked:
+            batches = [work for work in batches if work.stage is picked[0][0].stage]
+        now = self.stopwatch()
+        spare_s = self._rhythm.spare_s(now, waits=bool(picked))
+        if any(now - work.since >= BATCH_WAIT_S for work in batches):
+            spare_s = math.inf
+        position_s = self.position_s or self.token_s
+        room = min(most, spare_s / position_s) if position_s else most
+        room = int(min(room, MAX_BATCH_TOKENS - sum(tokens for _, tokens in picked)))
+        return picked + (self._batches.pick(batches, room) if room > 0 else [])
+
     async def _forward(self) -> None:
         """Compute one forward of the steps that the scheduler chooses."""
-        # A client between two tokens has no work at this moment. It stays active for RECENT_S, so
-        # that it keeps its counter and the limit for shared forwards holds.
-        now = _now()
-        self._active |= {work.scope: now for work in self._steps}
-        self._active = {scope: at for scope, at in self._active.items() if at > now - RECENT_S}
-        self._shares.set_active({scope.owner for scope in self._active})
-        is_shared = len(self._active) > 1
-        most = shared_tokens(self.position_s, MAX_BATCH_TOKENS) if is_shared else MAX_BATCH_TOKENS
-        waiting = [work.waiting for work in self._steps]
-        picked = schedule(waiting, most, self._shares.served)
-        self._shares.charge(((waiting[index].client, tokens) for index, tokens in picked), most)
-        parts = [self._steps[index].next_part(tokens) for index, tokens in picked]
+        picked = self._pick()
+        if not picked:
+            # until other steps come, or have not come for long enough
+            self._wake.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GIVE_WAY_S):
+                    await self._wake.wait()
+            return
+        parts = [work.next_part(tokens) for work, tokens in picked]
         started = self.stopwatch()
         for part in parts:
             if not part.work.computed and len(part.inputs):
@@ -457,7 +513,11 @@ class Engine:
             return
         self._measure(sum(tokens for _, tokens in picked), started, parts[0].work.stage.blocks)
         # Once more with the present time: a forward of a long prompt may take longer than RECENT_S.
-        self._active |= dict.fromkeys((part.work.scope for part in parts), _now())
+        for part in parts:
+            self._sessions_of(part.work).active[part.work.scope] = _now()
+        if any(not part.work.is_batch for part in parts):
+            now = self.stopwatch()
+            self._rhythm.computed(now, now - started)
         for part in parts:
             part.work.behind -= part.again
         for part, result in zip((part for part in parts if len(part.inputs)), results, strict=True):
@@ -507,10 +567,13 @@ class Engine:
             self.position_s = averaged(self.position_s, elapsed_s / tokens, SMOOTHING)
         self._forward_s = averaged(self._forward_s, elapsed_s, SMOOTHING)
 
+    def _sessions_of(self, work: _StepWork) -> _Sessions:
+        return self._batches if work.is_batch else self._urgent
+
     def _finish(self, work: _StepWork) -> None:
         self._steps.remove(work)
         if work.sequence.reservation is not None:  # not released meanwhile
-            self._last_work[work.sequence] = _now()
+            self._sessions_of(work).last_work[work.sequence] = _now()
         if not work.done.done():
             work.done.set_result(joined(work.outputs))
 

@@ -3,10 +3,13 @@
 Pure: no torch, no clock, no I/O.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+from swarmnet_protocols.averages import averaged
 
 PREFILL_SHARE = 4
 """Prefill gets at least one part in this many of a batch, even if decoding could fill all of it.
@@ -38,6 +41,16 @@ MAX_WAIT_BEHIND_S = 0.02
 step comes only after it got an answer."""
 
 
+BATCH_RIDE_SHARE = 0.1
+"""Longest share of a forward by which the steps of batches that ride along may prolong it."""
+BATCH_WAIT_S = 10.0
+"""Seconds after which steps of a batch wait no longer for others. More would come near to
+``Timing.stall_s``, when clients give up a host that computes nothing for them; less would delay
+others more often."""
+RHYTHM_S = 1.0
+"""Seconds after a step without another one until batches compute as if nobody else were there."""
+RHYTHM_SMOOTHING = 0.1
+
 C = TypeVar("C", bound=Hashable)
 
 NOTHING_SERVED: Mapping[Hashable, float] = {}
@@ -54,6 +67,45 @@ class Waiting:
     tokens: int
     part: int
     client: Hashable = None
+
+
+@dataclass
+class Rhythm:
+    """When steps of sessions that are no batch come, so that batches compute in the pauses.
+
+    Shorter pauses count at once and longer ones slowly, so that a batch rarely delays a step.
+    """
+
+    ended_s: float = -math.inf
+    """End of the last forward with such steps."""
+    pause_s: float = 0.0
+    """Seconds from such an end until the next of these steps came; 0 until measured."""
+    forward_s: float = 0.0
+    """Seconds of a forward with such steps, averaged."""
+    _is_pause: bool = False
+
+    def came(self, now_s: float) -> None:
+        """Note that a step has come."""
+        pause_s = now_s - self.ended_s
+        if self._is_pause and pause_s < RHYTHM_S:
+            shorter = pause_s < self.pause_s
+            self.pause_s = pause_s if shorter else averaged(self.pause_s, pause_s, RHYTHM_SMOOTHING)
+        self._is_pause = False
+
+    def computed(self, now_s: float, elapsed_s: float) -> None:
+        """Note the end of a forward with such steps."""
+        self.ended_s, self._is_pause = now_s, True
+        self.forward_s = averaged(self.forward_s, elapsed_s, RHYTHM_SMOOTHING)
+
+    def spare_s(self, now_s: float, *, waits: bool) -> float:
+        """Return the seconds that steps of batches may add to the next forward. ``waits``: other
+        steps are in it."""
+        if waits:
+            return BATCH_RIDE_SHARE * self.forward_s
+        if now_s - self.ended_s >= RHYTHM_S:
+            return math.inf
+        # a forward of few positions takes as long as one of the steps that it must not delay
+        return self.ended_s + self.pause_s - now_s - self.forward_s
 
 
 class ClientShares:

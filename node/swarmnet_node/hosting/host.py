@@ -254,7 +254,7 @@ class Host:
         self._check_served(wanted)
         if wanted.spare and self._is_used():
             raise idle()
-        self._check_wait(client.peer, continues=wanted.continues)
+        self._check_wait(client.peer, continues=wanted.continues, is_batch=wanted.batch)
         adapter = self._use_adapter(wanted, client.peer, held)
         session = HostedSession(self._session_parts, self.blocks, wanted, client, adapter)
         # Last, because it may evict the session of another client.
@@ -268,16 +268,23 @@ class Host:
         self.blocks.engine.counters.given.clients.add(client)
 
     def _check_wait(
-        self, client: PeerId, own: HostedSession | None = None, *, continues: bool = False
+        self,
+        client: PeerId,
+        own: HostedSession | None = None,
+        *,
+        continues: bool = False,
+        is_batch: bool = False,
     ) -> None:
         """Raise ``Refusal`` if new work of ``client`` would wait too long.
 
         ``own``: the session with that work, if it exists already. ``continues``: the work continues
-        an answer, so it may wait longer.
+        an answer, so it may wait longer. ``is_batch``: the work is a batch, and waits for others.
         """
         queued: Counter[PeerId] = Counter()
+        is_batch = is_batch or (own is not None and own.slot.is_batch)
         for session in self.sessions:
-            if session is not own and session.engine is self.blocks.engine:
+            waits_for = is_batch or not session.slot.is_batch
+            if waits_for and session is not own and session.engine is self.blocks.engine:
                 queued[session.stream.peer] += session.queued_positions
         wait_s = expected_wait_s(queued, client, self.blocks.engine.position_s)
         if wait_s > self.limits.max_session_wait_s(continues=continues):
@@ -294,15 +301,18 @@ class Host:
             if session.slot.is_spare:
                 session.slot.evict()
 
-    async def make_room(self, scope: Scope, cache_bytes: int) -> None:
+    async def make_room(self, scope: Scope, cache_bytes: int, is_batch: bool) -> None:
         """End idle sessions until ``cache_bytes`` more of KV caches fit.
+
+        Ends batches, too, unless ``is_batch``: the caches are those of a batch.
 
         Ends none if the limits of ``scope`` do not allow that many bytes.
         """
         while self._system.available(Resource.CACHE) < cache_bytes <= scope.available(Resource.CACHE):
             held = {session.slot: session for session in self.sessions}
             amounts = {slot: session.cache_bytes for slot, session in held.items()}
-            evicted = slot_to_evict(held, asyncio.get_running_loop().time(), amounts.__getitem__)
+            now = asyncio.get_running_loop().time()
+            evicted = slot_to_evict(held, now, amounts.__getitem__, for_batch=is_batch)
             if evicted is None:
                 return
             evicted.evict()

@@ -101,9 +101,9 @@ class SessionParts:
     next_hop: Callable[[pb.Peer, int], NextHop]
     """Turns the next hop that a client names, and the epoch of the link, into a ``NextHop`` with
     the addresses that the next hop has signed."""
-    make_room: Callable[[Scope, int], Awaitable[None]]
+    make_room: Callable[[Scope, int, bool], Awaitable[None]]
     """Ends idle sessions until a session, given by its scope, has room for this many more bytes of
-    KV caches."""
+    KV caches. The third argument says whether the session is a batch."""
     check_wait: Callable[[PeerId, "HostedSession"], None]
     """Raises ``Refusal`` if the first step of a client's session would wait too long."""
 
@@ -129,6 +129,7 @@ class HostedSession:
         self._client = client
         self.slot = Slot.of(stream)
         self.slot.stands_by, self.slot.is_spare = wanted.standby, wanted.spare
+        self.slot.is_batch = wanted.batch
         self.freed = asyncio.Event()
         """Set when the session has freed its memory."""
         self._parts = parts
@@ -522,7 +523,7 @@ class HostedSession:
         if longest > self._max_length:
             raise Refusal(refusal_pb2.REASON_TOO_LONG, f"position {longest} of {self._max_length}")
         self.slot.worked()
-        await self._parts.make_room(self._scope, self._sequences.new_bytes(step.rows))
+        await self._parts.make_room(self._scope, self._sequences.new_bytes(step.rows), self.slot.is_batch)
         await self._sequences.place(step.rows)
         rows = [
             (self._sequences.caches[row.sequence], values)
@@ -532,7 +533,8 @@ class HostedSession:
         if wait_s := self._scope.charge(Rate.POSITIONS, self._behind(rows), now):
             await asyncio.sleep(wait_s)
         started = partial(self._step_times.mark, step.seq, Moment.STARTED)
-        outputs = np.concatenate([*map(as_array, await self.engine.compute(self._stage, rows, started))])
+        computed = await self.engine.compute(self._stage, rows, started, is_batch=self.slot.is_batch)
+        outputs = np.concatenate([*map(as_array, computed)])
         return finite(rounded(outputs, self.wire))
 
     def _behind(self, rows: Sequence[tuple[SequenceCache, Array]]) -> int:

@@ -44,6 +44,8 @@ class Slot:
     time."""
     is_spare: bool = False
     """Whether it belongs to a standby that may stay only while the host has no other work."""
+    is_batch: bool = False
+    """Whether it belongs to a batch. Then it may be evicted for any other work."""
     _evicted: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
@@ -83,19 +85,22 @@ def idle() -> Refusal:
     return Refusal(refusal_pb2.REASON_IDLE, "no work arrived for too long, and other peers wait")
 
 
-def slot_to_evict(slots: Iterable[Slot], now: float, amount: Callable[[Slot], int]) -> Slot | None:
+def slot_to_evict(
+    slots: Iterable[Slot], now: float, amount: Callable[[Slot], int], *, for_batch: bool = False
+) -> Slot | None:
     """Return the slot to evict so that another client gets its ``amount``. Pure.
 
-    None if all are in use. The choice starts with the subnet (/24 or /48) that holds the most, and
-    there with the peer that holds the most. Of this peer's slots, one that never had work goes
-    first, then the one idle for longest.
+    None if all are in use. ``for_batch``: the client's work is a batch, which evicts no other. The
+    choice starts with the subnet (/24 or /48) that holds the most, and there with the peer that
+    holds the most. Of this peer's slots, one that never had work goes first, then the one idle for
+    longest.
     """
     places = [
         Place(slot.subnet, slot.peer, held, (slot.has_worked, slot.since), slot)
         for slot in slots
         if (held := amount(slot))
     ]
-    return Occupancy(places).victim(lambda slot: slot.is_idle(now))
+    return Occupancy(places).victim(lambda slot: slot.is_idle(now) or (slot.is_batch and not for_batch))
 
 
 class Slots:
@@ -114,7 +119,8 @@ class Slots:
         without work is evicted first.
         """
         if self._system.available(self._resource) < 1 <= scope.available(self._resource):
-            evicted = slot_to_evict(self._slots, asyncio.get_running_loop().time(), lambda _: 1)
+            now = asyncio.get_running_loop().time()
+            evicted = slot_to_evict(self._slots, now, lambda _: 1, for_batch=slot.is_batch)
             if evicted is not None:
                 self._slots.pop(evicted).release()
                 evicted.evict()

@@ -69,7 +69,7 @@ class Resume(_message.Message):
     def __init__(self, session: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm", "adapter", "standby", "timed", "spare", "continues")
+    __slots__ = ("session", "epoch", "manifest", "span", "next", "wire", "max_length", "swarm", "adapter", "standby", "timed", "spare", "continues", "batch")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,7 @@ class Open(_message.Message):
     TIMED_FIELD_NUMBER: _ClassVar[int]
     SPARE_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     epoch: int
     manifest: bytes
@@ -96,7 +97,8 @@ class Open(_message.Message):
     timed: bool
     spare: bool
     continues: bool
-    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ..., swarm: _Optional[bytes] = ..., adapter: _Optional[bytes] = ..., standby: _Optional[bool] = ..., timed: _Optional[bool] = ..., spare: _Optional[bool] = ..., continues: _Optional[bool] = ...) -> None: ...
+    batch: bool
+    def __init__(self, session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., manifest: _Optional[bytes] = ..., span: _Optional[_Union[Span, _Mapping]] = ..., next: _Optional[_Union[Peer, _Mapping]] = ..., wire: _Optional[_Union[DType, str]] = ..., max_length: _Optional[int] = ..., swarm: _Optional[bytes] = ..., adapter: _Optional[bytes] = ..., standby: _Optional[bool] = ..., timed: _Optional[bool] = ..., spare: _Optional[bool] = ..., continues: _Optional[bool] = ..., batch: _Optional[bool] = ...) -> None: ...
 
 class Relink(_message.Message):
     __slots__ = ("epoch", "next", "needed")

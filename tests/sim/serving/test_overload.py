@@ -155,11 +155,9 @@ def test_a_flood_of_one_client_does_not_have_others_refused(reference: Reference
 def only_at_the_opening(patch: Patch) -> None:
     check = Host._check_wait
 
-    def check_new(
-        self: Host, client: PeerId, own: HostedSession | None = None, *, continues: bool = False
-    ) -> None:
+    def check_new(self: Host, client: PeerId, own: HostedSession | None = None, **about: bool) -> None:
         if own is None:
-            check(self, client, continues=continues)
+            check(self, client, **about)
 
     patch.setattr(Host, "_check_wait", check_new)
 

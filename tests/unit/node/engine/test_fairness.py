@@ -1,6 +1,7 @@
 """Fair shares of an engine: what one client waits for, however much others ask."""
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
@@ -33,19 +34,22 @@ class Sessions:
         scope = self._resources.peer(client, 0.0).child("session", {})
         return self.engine.register(self.engine.stage.new_sequence(), scope)
 
-    async def step(self, sequence: SequenceCache, positions: int = 1) -> float:
+    async def step(self, sequence: SequenceCache, positions: int = 1, *, is_batch: bool = False) -> float:
         """Compute a step, and return the seconds that it took."""
         clock = asyncio.get_running_loop().time
         began = clock()
-        await self.engine.compute(self.engine.stage, [(sequence, torch.zeros(positions, 3))])
+        rows = [(sequence, torch.zeros(positions, 3))]
+        await self.engine.compute(self.engine.stage, rows, is_batch=is_batch)
         return clock() - began
 
 
-def with_sessions(use: Callable[[Sessions, Doubling], Coroutine[Any, Any, None]]) -> None:
+def with_sessions(
+    use: Callable[[Sessions, Doubling], Coroutine[Any, Any, None]], forward_s: float = FORWARD_S
+) -> None:
     async def main() -> None:
         stage, resources = Doubling(), ResourceManager()
         clock = asyncio.get_running_loop().time
-        with TimedExecutor(FORWARD_S) as executor:
+        with TimedExecutor(forward_s) as executor:
             running = Engine(
                 cast(Stage, stage), executor, resources, max_cache_bytes=1 << 40, stopwatch=clock
             ).running()
@@ -53,6 +57,47 @@ def with_sessions(use: Callable[[Sessions, Doubling], Coroutine[Any, Any, None]]
                 await use(Sessions(engine, resources), stage)
 
     run(main())
+
+
+@defence(
+    "batches compute in the pauses of others",
+    off=replacing(scheduler.Rhythm, "spare_s", lambda *_, **__: math.inf),
+    pause_s=0.003,
+)
+@pytest.mark.parametrize("pause_s", [0.03, 0.003])
+def test_batches_hardly_delay_the_steps_of_others(pause_s: float) -> None:
+    forward_s = 0.01
+
+    async def use(sessions: Sessions, stage: Doubling) -> None:
+        async def batch(client: str) -> None:
+            sequence = sessions.open(client)
+            await sessions.step(sequence, 300, is_batch=True)
+            while True:
+                await sessions.step(sequence, is_batch=True)
+                await asyncio.sleep(0.007)
+
+        tasks = [asyncio.ensure_future(batch(f"batch {number}")) for number in range(8)]
+        sequence, clock = sessions.open("someone"), asyncio.get_running_loop().time
+        took_s = []
+        for _ in range(400):
+            began = clock()
+            await sessions.step(sequence)
+            await asyncio.sleep(pause_s)
+            took_s.append(clock() - began)
+        assert sorted(took_s)[380] <= 1.3 * (forward_s + pause_s)
+        assert max(took_s) <= 3 * forward_s + pause_s
+        others = len(stage.batches) - 400
+        before = len(stage.batches)
+        await asyncio.sleep(2)
+        alone = len(stage.batches) - before
+        assert alone > 40, "they compute all the time once nobody else does"
+        if pause_s > 2 * forward_s:
+            assert others > 300, "each pause has room for a forward"
+        for task in tasks:
+            assert not task.done()
+            task.cancel()
+
+    with_sessions(use, forward_s)
 
 
 @defence(
