@@ -9,10 +9,13 @@ import logging
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, read_catalog
-from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.directory.host_announcements import read_hosts
+from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
+from swarmnet_protocols.routing.chain_search import uncovered
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +25,12 @@ accident. With more, people cannot tell names apart."""
 LOOK_S = 10.0
 """Seconds between two looks for a newer revision. With less, the directory is asked too often. With
 more, answers come from an old revision for longer."""
+CHANGE_S = 60.0
+"""Seconds that a client waits while no revision has hosts for all blocks. With less, it fails while
+hosts load the next revision. With more, people wait for a job that nobody serves any more."""
+RETRY_S = 1.0
+"""Seconds between two looks meanwhile. With less, the directory is asked too often. With more, an
+answer begins later."""
 _MIN_PREFIX = 4
 """Least digits that name a job, as in ``job_names.MIN_PREFIX``."""
 _NAME = re.compile(rf"(?P<job>.{{1,64}})-(?P<id>[0-9a-f]{{{ID_DIGITS}}})-r(?P<rounds>[0-9]{{1,8}})")
@@ -38,26 +47,40 @@ def rounds_of(name: str) -> int:
     return -1 if found is None else int(found["rounds"])
 
 
-def newest_revision(models: Iterable[CatalogModel], job: str) -> CatalogModel | None:
-    """Return the newest announced revision of a job, or None.
+def revisions(models: Iterable[CatalogModel], job: str) -> list[CatalogModel]:
+    """Return the announced revisions of a job, the newest first.
 
     ``job``: the job's name, its id, or the first digits of the id. Raises ``ConfigError`` if this
     names several jobs.
     """
-    found: dict[str, CatalogModel] = {}
+    found: dict[str, list[CatalogModel]] = {}
     for model in models:
         name = _NAME.fullmatch(model.name)
-        if name is None or not _is_named(job, name["job"], name["id"]):
-            continue
-        known = found.get(name["id"])
-        if known is None or rounds_of(known.name) < int(name["rounds"]):
-            found[name["id"]] = model
+        if name is not None and _is_named(job, name["job"], name["id"]):
+            found.setdefault(name["id"], []).append(model)
     if len(found) > 1:
         raise ConfigError(
             f"{job!r} names {len(found)} jobs: {', '.join(sorted(found))}",
             hint="give the first digits of one id",
         )
-    return next(iter(found.values()), None)
+    return sorted(chain(*found.values()), key=lambda each: rounds_of(each.name), reverse=True)
+
+
+async def hosted_revision(
+    directory: Directory, job: str, *, after: int = -1, partly: bool = False
+) -> CatalogModel | None:
+    """Return the newest revision of a job whose hosts are there, or None.
+
+    The catalog still names revisions whose hosts have gone. ``after``: the rounds of a revision
+    that is known. ``partly``: hosts of some blocks are enough. Raises as ``revisions``.
+    """
+    for model in revisions((await read_catalog(directory)).models, job):
+        if rounds_of(model.name) <= after:
+            return None
+        hosts = await read_hosts(directory, model.manifest)
+        if hosts and (partly or not uncovered(hosts, (0, model.blocks))):
+            return model
+    return None
 
 
 def _is_named(job: str, name: str, id: str) -> bool:
@@ -68,7 +91,7 @@ def _is_named(job: str, name: str, id: str) -> bool:
 
 
 async def newer_revision(directory: Directory, name: str) -> CatalogModel:
-    """Wait until peers announce a newer revision than ``name``, and return it.
+    """Wait until peers host a newer revision than ``name``, and return it.
 
     Waits forever if ``name`` is no revision.
     """
@@ -78,20 +101,28 @@ async def newer_revision(directory: Directory, name: str) -> CatalogModel:
         if known is None:
             continue
         with suppress(SwarmnetError):
-            found = newest_revision((await read_catalog(directory)).models, known["id"])
-            if found is not None and rounds_of(found.name) > rounds_of(name):
+            if found := await hosted_revision(directory, known["id"], after=rounds_of(name)):
                 return found
 
 
 async def announced_revision(directory: Directory, job: str) -> CatalogModel | None:
-    """Return the newest revision of a job that peers announce, or None.
+    """Return the newest revision of a job that peers host, or None if they announce none.
 
-    Warns the user, because nobody signed it. Raises as ``newest_revision``.
+    While all hosts change to another revision, wait ``CHANGE_S`` at most. Warns the user, because
+    nobody signed it. Raises as ``revisions``, and ``Unreachable`` without a host of a revision.
     """
-    found = newest_revision((await read_catalog(directory)).models, job)
-    if found is not None:
-        _log.warning(
-            "nobody signed this revision: its hosts say that it is of this job",
-            extra={"model": found.name, "manifest": found.manifest.hex()[:16]},
-        )
+    deadline = asyncio.get_running_loop().time() + CHANGE_S
+    while (found := await hosted_revision(directory, job)) is None:
+        if not revisions((await read_catalog(directory)).models, job):
+            return None
+        if asyncio.get_running_loop().time() >= deadline:
+            raise Unreachable(
+                f"no machine serves all blocks of the job {job!r} now",
+                hint=f"try again, or on any machine with room for its model: swarmnet join SWARM --job {job}",
+            )
+        await asyncio.sleep(RETRY_S)
+    _log.warning(
+        "nobody signed this revision: its hosts say that it is of this job",
+        extra={"model": found.name, "manifest": found.manifest.hex()[:16]},
+    )
     return found

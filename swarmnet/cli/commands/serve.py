@@ -6,10 +6,11 @@ import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -154,11 +155,12 @@ def serve(
     network = client.network(swarm)
     prepare_rendering()
     allow_open_files(MAX_FILES)
-    is_outdated = True
-    while is_outdated:
+    port: int | None = options.port
+    while port is not None:  # every revision of a job has the first one's port
         with progress(quiet=options.as_json) as report:
             local = client.resolve(model, network, report)
-        is_outdated = run_until_stopped(_serve(local, network, access, options, own_key))
+        options = replace(options, port=port)
+        port = run_until_stopped(_serve(local, network, access, options, own_key))
 
 
 def check_origin(text: str) -> str:
@@ -245,10 +247,10 @@ async def _endpoint(
 
 async def _serve(
     local: "LocalModel", network: Network, access: "AccessPolicy", options: EndpointOptions, own_key: str
-) -> bool:
-    """Serve until the user stops the command, or hosts announce a newer revision of a job.
+) -> int | None:
+    """Serve until the user stops the command, or peers host a newer revision of a job.
 
-    Return True if the newer revision is to be served next.
+    Return the port at which the newer revision is to be served next, else None.
     """
     from swarmnet_protocols.directory.revisions import newer_revision
     from swarmnet_protocols.machine.aio import race
@@ -277,10 +279,10 @@ async def _serve(
         except TimeoutError:
             cut_off = f"answers still ran after {DRAIN_S:g} s; they are cut off"
             say({"event": "cut_off"}, cut_off, as_json=options.as_json)
-    is_outdated = is_outdated and not stop.is_set()
-    if not is_outdated:
+    if stop.is_set() or not is_outdated:
         say({"event": "stopped"}, "stopped", as_json=options.as_json)
-    return is_outdated
+        return None
+    return urlsplit(endpoint.url).port
 
 
 def node_endpoint(

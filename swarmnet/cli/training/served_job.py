@@ -120,13 +120,10 @@ class ServedJob:
             return await self._announced(directory, job), await _round_of(directory, self._data_dir, job)
 
     async def _announced(self, directory: "Directory", job: str) -> tuple[str, int] | None:
-        from swarmnet_protocols.directory.catalog import read_catalog
-        from swarmnet_protocols.directory.revisions import newest_revision, rounds_of
+        from swarmnet_protocols.directory.revisions import hosted_revision, rounds_of
 
-        found = newest_revision((await read_catalog(directory)).models, job)
-        if found is None or rounds_of(found.name) <= self._rounds:
-            return None
-        return found.name, rounds_of(found.name)
+        found = await hosted_revision(directory, job, after=self._rounds, partly=True)
+        return None if found is None else (found.name, rounds_of(found.name))
 
     async def _has_newer(self, directory: "Directory") -> bool:
         """Return whether hosts announce a newer revision, or the workers have gone on."""

@@ -40,7 +40,11 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ServedJob:
     async def catalog(_: object) -> Any:
         return SimpleNamespace(models=[CatalogModel(bytes(32), revision_name("tiny", JOB, 7), 4)])
 
-    monkeypatch.setattr("swarmnet_protocols.directory.catalog.read_catalog", catalog)
+    async def hosts(*_: object) -> Any:
+        return [SimpleNamespace(start=0, end=2)]
+
+    monkeypatch.setattr("swarmnet_protocols.directory.revisions.read_catalog", catalog)
+    monkeypatch.setattr("swarmnet_protocols.directory.revisions.read_hosts", hosts)
     entry = SimpleNamespace(addresses=(), network=lambda _: None)
     return ServedJob(cast(Any, entry), JOB, tmp_path, tmp_path, REFRESH_S)
 
