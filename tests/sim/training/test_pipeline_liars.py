@@ -43,12 +43,12 @@ def lie_with(pipeline: Pipeline, kind: str) -> None:
     if kind == "stale":
         old, forward = trainer.parameters(), passes.forward
 
-        def stale(kept: Any) -> None:
+        def stale(*given: Any) -> None:
             flat, present = trainer._flat, trainer.parameters()
             version = flat.version
             trainer.load(old)
             flat.version = version
-            forward(kept)
+            forward(*given)
             trainer.load(present)
             flat.version = version
 

@@ -227,14 +227,14 @@ class MicrobatchOrigin:
             for number, (source, batch) in enumerate(held_out)
         )
 
-    async def note_loss(self, id: MicrobatchId, inputs: Buffer) -> None:
+    async def note_loss(self, microbatch: Microbatch, inputs: Buffer) -> None:
         """Compute the loss of a microbatch that comes home in an evaluation. Raises ``Refusal``."""
-        step = self._evaluation
+        step, id = self._evaluation, microbatch.id
         if step is None or step.round != id.round or id.number not in step.batches:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this microbatch is not under way")
         batch = step.batches[id.number]
         step.losses[id.number] = await self._turns.run(
-            Urgency.BACKWARD, lambda: self._passes.evaluate(batch, inputs)
+            Urgency.BACKWARD, lambda: self._passes.evaluate(batch, inputs, microbatch.sender)
         )
 
     async def done(self) -> None:
@@ -297,7 +297,9 @@ class MicrobatchOrigin:
         while begun.graph is not None:
             gradient, chain = await self._travel(step, number, chain)
             try:
-                await self._turns.run(Urgency.BACKWARD, partial(self._passes.finish, begun, gradient))
+                await self._turns.run(
+                    Urgency.BACKWARD, partial(self._passes.finish, begun, gradient, chain[0])
+                )
             except ProtocolViolation as error:
                 chain = self._without(chain, StageFailed(1, str(error)), {})
 

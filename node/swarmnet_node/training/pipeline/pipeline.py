@@ -476,11 +476,13 @@ class Pipeline:
             found = None if self._origin is None else self._origin.home(id)
             if found is not None:
                 batch = found[1]
-                await self._turns.run(Urgency.BACKWARD, lambda: passes.end(kept, batch, id))
+                await self._turns.run(
+                    Urgency.BACKWARD, lambda: passes.end(kept, batch, id, microbatch.sender)
+                )
         else:
             if kept.outputs is None:
                 self._check_round(id)
-                await self._turns.run(Urgency.FORWARD, lambda: passes.forward(kept))
+                await self._turns.run(Urgency.FORWARD, lambda: passes.forward(kept, microbatch.sender))
             if kept.grad_inputs is None or kept.rest != microbatch.rest:
                 again = kept.grad_inputs is not None
                 gradient, later = await self._ask_next(microbatch, kept.outputs or b"", again=again)
@@ -489,7 +491,7 @@ class Pipeline:
                     subject = microbatch.subject(self.job.id)
 
                     def backward() -> None:
-                        passes.backward(kept, gradient, id)
+                        passes.backward(kept, gradient, id, microbatch.onward().receiver)
                         passes.sign_receipt(kept, subject, later)
 
                     try:
@@ -506,9 +508,11 @@ class Pipeline:
     async def _evaluate(self, microbatch: Microbatch, inputs: Buffer) -> Buffer:
         """Pass a microbatch of an evaluation on. Nothing of it is kept."""
         if self._origin is not None:
-            await self._origin.note_loss(microbatch.id, inputs)
+            await self._origin.note_loss(microbatch, inputs)
             return EVALUATED
-        outputs = await self._turns.run(Urgency.FORWARD, lambda: self._passes.evaluated(inputs))
+        outputs = await self._turns.run(
+            Urgency.FORWARD, lambda: self._passes.evaluated(inputs, microbatch.sender)
+        )
         answer, _ = await self._ask_next(microbatch, outputs)
         return answer
 

@@ -175,41 +175,49 @@ class StagePasses:
         kept.outputs = self.boundary.outputs(kept.graph, inputs_of(batch))
         self._seconds += time.perf_counter() - started
 
-    def finish(self, kept: KeptMicrobatch, gradient: Buffer) -> None:
+    def finish(self, kept: KeptMicrobatch, gradient: Buffer, sender: PeerId) -> None:
         """Run the graph of ``begin`` backwards, because the microbatch is home."""
         started = time.perf_counter()
         if kept.graph is not None:
-            self.trainer.accumulate(kept.graph, self._decoded(gradient, self._usual_gradients))
+            self.trainer.accumulate(kept.graph, self._decoded(gradient, self._usual_gradients, sender))
             kept.graph, kept.grad_outputs = None, gradient
         self._seconds += time.perf_counter() - started
 
-    def end(self, kept: KeptMicrobatch, batch: torch.Tensor, id: MicrobatchId) -> None:
+    def end(self, kept: KeptMicrobatch, batch: torch.Tensor, id: MicrobatchId, sender: PeerId) -> None:
         """Compute the loss of a microbatch, and the gradient of the last stage's outputs."""
         if kept.grad_inputs is None and kept.inputs is not None:
             started = time.perf_counter()
-            leaf = self._decoded(kept.inputs, self._usual_inputs).requires_grad_()
+            leaf = self._decoded(kept.inputs, self._usual_inputs, sender).requires_grad_()
             loss = self.trainer.end(leaf, batch)
             gradient = self.trainer.accumulate(loss, None, leaf)
             self.losses[id.number] = float(loss.detach())
             kept.grad_inputs = self.boundary.gradient(gradient, id, 0)
             self._seconds += time.perf_counter() - started
 
-    def forward(self, kept: KeptMicrobatch) -> None:
-        """Compute the outputs of a later stage, unless they are known."""
+    def forward(self, kept: KeptMicrobatch, sender: PeerId | None = None) -> None:
+        """Compute the outputs of a later stage, unless they are known.
+
+        ``sender``: the worker that sent the inputs. None if they were admitted before.
+        """
         if kept.outputs is None and kept.inputs is not None:
             started = time.perf_counter()
             kept.state = self.state
-            kept.leaf = self._decoded(kept.inputs, self._usual_inputs).requires_grad_()
+            kept.leaf = self._decoded(kept.inputs, self._usual_inputs, sender).requires_grad_()
             ids = self.boundary.ids(kept.inputs)
             kept.graph = self.trainer.forward(kept.leaf, self.boundary.sequences, ids)
             kept.outputs = self.boundary.outputs(kept.graph, ids)
             self._seconds += time.perf_counter() - started
 
-    def backward(self, kept: KeptMicrobatch, gradient: Buffer, id: MicrobatchId) -> None:
-        """Compute the gradient of a later stage's inputs, unless it is known."""
+    def backward(
+        self, kept: KeptMicrobatch, gradient: Buffer, id: MicrobatchId, sender: PeerId | None = None
+    ) -> None:
+        """Compute the gradient of a later stage's inputs, unless it is known.
+
+        ``sender``: as in ``forward``, of ``gradient``.
+        """
         if kept.grad_inputs is None and kept.graph is not None:
             started = time.perf_counter()
-            decoded = self._decoded(gradient, self._usual_gradients)
+            decoded = self._decoded(gradient, self._usual_gradients, sender)
             graph, leaf, kept.graph, kept.leaf = kept.graph, kept.leaf, None, None
             outputs, kept.outputs = kept.outputs, None  # without a gradient, all is computed again
             self._accumulated.append(id)
@@ -219,17 +227,17 @@ class StagePasses:
             kept.grad_outputs, kept.outputs = gradient, outputs
             self._seconds += time.perf_counter() - started
 
-    def evaluated(self, inputs: Buffer) -> Buffer:
+    def evaluated(self, inputs: Buffer, sender: PeerId) -> Buffer:
         """Return the outputs of a later stage in an evaluation."""
         with self.trainer.evaluating():
             ids = self.boundary.ids(inputs)
-            leaf = self._decoded(inputs, self._usual_inputs)
+            leaf = self._decoded(inputs, self._usual_inputs, sender)
             return self.boundary.outputs(self.trainer.forward(leaf, self.boundary.sequences, ids), ids)
 
-    def evaluate(self, batch: torch.Tensor, inputs: Buffer) -> float:
+    def evaluate(self, batch: torch.Tensor, inputs: Buffer, sender: PeerId) -> float:
         """Return the summed loss of a microbatch that comes home in an evaluation."""
         with self.trainer.evaluating():
-            return float(self.trainer.end(self._decoded(inputs, self._usual_inputs), batch))
+            return float(self.trainer.end(self._decoded(inputs, self._usual_inputs, sender), batch))
 
     def sign_receipt(self, kept: KeptMicrobatch, subject: bytes, later: tuple[Receipt, ...]) -> None:
         """Put a receipt of this worker before the ``later`` ones, unless the job has none."""
@@ -304,13 +312,13 @@ class StagePasses:
         self.restart()
         return report
 
-    def _decoded(self, data: Buffer, usual: UsualNorms) -> torch.Tensor:
+    def _decoded(self, data: Buffer, usual: UsualNorms, sender: PeerId | None) -> torch.Tensor:
         """Decode a received tensor.
 
-        Raises ``ProtocolViolation`` if it is too large or not finite.
+        Raises ``ProtocolViolation`` with the sender's name if it is too large or not finite.
         """
         values = self.boundary.decode(data)
         norm = float(torch.linalg.vector_norm(values))
-        if not usual.admit(norm):
-            raise ProtocolViolation(f"a tensor of norm {norm:.3g}, far from the usual")
+        if sender is not None and not usual.admit(sender, norm):
+            raise ProtocolViolation(f"{sender} sent a tensor of norm {norm:.3g}, far above the usual")
         return values
