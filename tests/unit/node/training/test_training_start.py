@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -33,7 +34,10 @@ from swarmnet_node.training.job_store import (
     store_job,
     store_local_files,
 )
-from swarmnet_node.training.start import WorkerConfig, _available_bytes, start
+from swarmnet_node.training.model import check_model
+from swarmnet_node.training.start import Training, WorkerConfig, _available_bytes, start
+from swarmnet_node.training.steps.memory_options import AUTOMATIC
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols import timing
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
@@ -53,6 +57,7 @@ from tests.defences import defence, nothing, replacing
 from tests.support.models.tiny_models import save_tiny
 from tests.support.network.memory_directory import MemoryBoard, MemoryDirectory
 from tests.support.network.memory_network import LinkProfile, MemoryNetwork, MemoryTransport
+from tests.support.training.stages import staged_job
 from tests.support.training.tiny_job import CONFIG, for_others, tiny_job, tiny_trainer
 from tests.support.training.workers import SWARM, write_job
 from tests.unit.protocols.training.test_training_jobs import hostile
@@ -458,3 +463,28 @@ def test_a_job_without_a_checkpoint_cannot_be_exported(tmp_path: Path) -> None:
 def test_a_limit_on_memory_counts_what_the_worker_has() -> None:
     limits = OwnerLimits(max_ram_bytes=psutil.Process().memory_info().rss + (64 << 20))
     assert _available_bytes(limits) < 128 << 20 < _available_bytes(OwnerLimits())
+
+
+def test_a_worker_takes_a_stage_if_it_has_the_memory_and_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of its present stage is free after a move."""
+    job = parse_job(staged_job(tmp_path, stages=2).replace("cuts = [1]", "cuts = [3]").encode()).job
+    sealed, files = seal_job(check_job(job, tmp_path / "cache", quiet), OWNER), LocalFiles.named_in(job)
+    training: Any = SimpleNamespace(
+        config=SimpleNamespace(cache_dir=tmp_path / "cache", memory=AUTOMATIC, files=files),
+        sealed=sealed,
+        peer=SimpleNamespace(limits=OwnerLimits),
+        _needs_bytes=1000,
+    )
+    machine = TrainingMachine(tmp_path / "cache", 1 << 33)
+    opened = files.applied_to(open_job(sealed).job, 0)
+    needs = check_model(opened, machine, vocab_size=0, stage=0).total_bytes
+
+    def may_take(stage: int, free: int) -> bool:
+        monkeypatch.setattr(start_module, "_available_bytes", lambda _: free)
+        return Training._may_take(training, stage)
+
+    assert [may_take(0, needs - 1000 + more) for more in (-1, 0)] == [False, True]
+    training.config.files = LocalFiles()
+    assert [may_take(stage, needs) for stage in (0, 1)] == [False, True]
