@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from swarmnet_client.model.client_adapter import adapter_of
 from swarmnet_client.tuning.batches import Dataset
-from swarmnet_client.tuning.candidates import adapter_of, losses
+from swarmnet_client.tuning.candidates import losses
 from swarmnet_client.tuning.forward_tuner import ForwardTuner
 from swarmnet_client.tuning.methods import LEARNING_RATES, SPREADS, TuneMethod, TuneSettings, attach
 from swarmnet_client.tuning.rewards import Reward

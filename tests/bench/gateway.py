@@ -1,5 +1,6 @@
-"""The cost of the gateway: one stream and sixteen callers against the Python client, an overload of
-ten times, a thousand silent connections.
+"""The cost of the gateway: one stream and sixteen callers against the Python client, sixteen callers
+of four adapters against callers of the plain model, an overload of ten times, a thousand silent
+connections.
 
     python -m tests.bench.gateway [--tokens 32] [--rounds 5] [--overload-s 30]
 
@@ -15,15 +16,20 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import torch
 
+from swarmnet_protocols.models import resolve
 from tests.bench.answering_process import AnsweringProcess
 from tests.bench.generating_process import MODEL, generating
+from tests.support.models.peft_oracle import with_lora
 from tests.support.processes.gateway_process import GatewayProcess
 from tests.support.processes.nodes import swarm
 
@@ -33,11 +39,13 @@ PROMPT_TOKENS = 32
 ACTIVE = 8
 """Sequences of the overloaded gateway; as many requests may wait."""
 IDLE = 1000
+ADAPTERS = ("one", "two", "three", "four")
+RANK = 8
 
 
-def body(prompt: list[int], tokens: int) -> dict[str, Any]:
+def body(prompt: list[int], tokens: int, model: str = MODEL) -> dict[str, Any]:
     return {
-        "model": MODEL,
+        "model": model,
         "prompt": prompt,
         "max_tokens": tokens,
         "temperature": 0,
@@ -47,11 +55,13 @@ def body(prompt: list[int], tokens: int) -> dict[str, Any]:
     }
 
 
-async def ask(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> tuple[int, float, int]:
+async def ask(
+    http: httpx.AsyncClient, prompt: list[int], tokens: int, model: str = MODEL
+) -> tuple[int, float, int]:
     """Status, seconds and tokens of one streamed answer."""
     started = time.perf_counter()
     used = 0
-    async with http.stream("POST", "/v1/completions", json=body(prompt, tokens)) as response:
+    async with http.stream("POST", "/v1/completions", json=body(prompt, tokens, model)) as response:
         async for line in response.aiter_lines():
             if '"usage":{' in line:
                 used = json.loads(line.removeprefix("data: "))["usage"]["completion_tokens"]
@@ -67,10 +77,13 @@ def client_of(gateway: GatewayProcess) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=gateway.url, timeout=300, limits=limits)
 
 
-async def together(http: httpx.AsyncClient, prompts: list[list[int]], tokens: int) -> float:
-    """Seconds until all of these prompts, sent at once, are answered."""
+async def together(
+    http: httpx.AsyncClient, prompts: list[list[int]], tokens: int, models: Sequence[str] = (MODEL,)
+) -> float:
+    """Seconds until all of these prompts, sent at once to ``models`` in turn, are answered."""
     started = time.perf_counter()
-    answers = await asyncio.gather(*(ask(http, prompt, tokens) for prompt in prompts))
+    asked = zip(prompts, cycle(models), strict=False)
+    answers = await asyncio.gather(*(ask(http, prompt, tokens, model) for prompt, model in asked))
     if {(status, used) for status, _, used in answers} != {(200, tokens)}:
         raise RuntimeError(f"not all were answered: {answers}")
     return time.perf_counter() - started
@@ -101,6 +114,38 @@ async def compare(gateway: GatewayProcess, python: AnsweringProcess, arguments: 
         "python_batch_tokens_per_s": [round(CALLERS * tokens / theirs, 1) for _, theirs in batch],
         "callers_ratio": round(statistics.median(theirs / ours for ours, theirs in batch), 2),
         "callers_goal": 0.8,
+    }
+
+
+def write_adapters(folder: Path, cache_dir: Path) -> list[str]:
+    """Four random adapters in ``folder``; returns the options that serve them."""
+    model = resolve(MODEL, cache_dir=cache_dir).load_whole(dtype=torch.float32, device=torch.device("cpu"))
+    options = []
+    for name in ADAPTERS:
+        tuned = with_lora(model, ["q_proj", "v_proj"], rank=RANK, seed=len(options))
+        tuned.save_pretrained(folder / name)
+        model = tuned.unload()
+        options += ["--adapter", f"{name}={folder / name}"]
+    return options
+
+
+async def adapters(gateway: GatewayProcess, arguments: Any) -> dict[str, Any]:
+    """Sixteen callers of four adapters, and sixteen of the plain model, in turns."""
+    rng = random.Random(3)
+    models = [f"{MODEL}:{name}" for name in ADAPTERS]
+    taken_s: list[tuple[float, float]] = []
+    async with client_of(gateway) as http:
+        for _ in range(arguments.rounds + 1):
+            prompts = random_prompts(rng, CALLERS)
+            plain_s = await together(http, prompts, arguments.tokens)
+            taken_s.append((plain_s, await together(http, prompts, arguments.tokens, models)))
+    del taken_s[0]  # opened the chains and uploaded the adapters
+    tokens = CALLERS * arguments.tokens
+    return {
+        "plain_tokens_per_s": [round(tokens / plain_s, 1) for plain_s, _ in taken_s],
+        "adapters_tokens_per_s": [round(tokens / adapted_s, 1) for _, adapted_s in taken_s],
+        "adapters_ratio": round(statistics.median(plain / adapted for plain, adapted in taken_s), 2),
+        "adapters_goal": 0.8,
     }
 
 
@@ -198,8 +243,9 @@ def main() -> None:
     ):
         python = generating(lab.cache_dir, 1, str(lab.file), *lab.bootstrap)
         python.wait_until_ready()
-        with GatewayProcess(lab) as gateway:
+        with GatewayProcess(lab, *write_adapters(Path(folder), lab.cache_dir)) as gateway:
             show(asyncio.run(compare(gateway, python, arguments)), arguments)
+            show(asyncio.run(adapters(gateway, arguments)), arguments)
             show(asyncio.run(idle(gateway, arguments)), arguments)
         python.close()
         with GatewayProcess(lab, "--max-concurrent", str(ACTIVE)) as small:

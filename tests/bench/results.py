@@ -506,6 +506,7 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 key("overhead_ms_per_token"),
             ),
             Headline("sixteen callers", "x a batch of sixteen", "at least 0.8", key("callers_ratio")),
+            Headline("four adapters", "x the plain model", "at least 0.8", key("adapters_ratio")),
             Headline(
                 "useful tokens under ten times the load", "x peak", "at least 0.8", key("overload_ratio")
             ),

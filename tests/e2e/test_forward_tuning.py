@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet_client.model.client_adapter import adapter_of
 from swarmnet_client.tuning import forward_tuner
 from swarmnet_client.tuning.batches import Dataset
-from swarmnet_client.tuning.candidates import adapter_of, answers, losses
+from swarmnet_client.tuning.candidates import answers, losses
 from swarmnet_client.tuning.checkpoint import TuneCheckpoint
 from swarmnet_client.tuning.forward_tuner import ForwardTuner
 from swarmnet_client.tuning.methods import TuneMethod, TuneSettings, attach

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.chain.trace import TracedStep
@@ -12,6 +12,9 @@ from swarmnet_client.model.grammar import Grammar
 from swarmnet_client.model.head import PromptReader
 from swarmnet_client.model.sampling import Sampling, Token
 from swarmnet_protocols.errors import SwarmnetError
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.session.adapters import Adapter
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,9 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     end_ids: frozenset[int] = frozenset()
     owner: str = ""
+    adapter: "Adapter | None" = None
+    """What hosts add to the model's weights for this request. Requests with the same object share a
+    chain."""
     speculate: bool = True
     """Whether drafts are sent along with its newest token. The answer is the same."""
     grammar: Grammar | None = field(default=None, compare=False)

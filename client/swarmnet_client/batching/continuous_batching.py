@@ -3,7 +3,8 @@
 1. :meth:`BatchedModel.open` loads the local layers and starts a :class:`Batcher`.
 2. The batcher queues requests and starts them while the limits allow.
 3. Each answer runs on a chain (:class:`SequenceGroup`). If the chain fails, the batcher moves the
-   answer to another chain.
+   answer to another chain. Each adapter has chains of its own: a host computes the steps of all its
+   sessions in one forward, whatever their adapters (docs/decisions/0186).
 """
 
 import asyncio
@@ -17,9 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_client.batching.answers import Answer, Request
-from swarmnet_client.batching.sequences import IDLE_S, KEPT_POSITIONS, SequenceGroup
+from swarmnet_client.batching.sequences import IDLE_S, KEPT_POSITIONS, OpenChain, SequenceGroup
 from swarmnet_client.chain.chain import Chain
-from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle
 from swarmnet_client.chain.trace import Trace
 from swarmnet_client.hosts.model_hosts import ModelHosts
@@ -46,6 +46,7 @@ from swarmnet_protocols.routing.chain_search import uncovered
 
 if TYPE_CHECKING:
     from swarmnet_client.model.drafts.draft_model import DraftModel
+    from swarmnet_protocols.session.adapters import Adapter
 
 SEQUENCES_PER_CHAIN = 32
 """Most sequences of one chain."""
@@ -125,7 +126,7 @@ class Batcher:
     def __init__(
         self,
         head: LmHead,
-        open_chain: Callable[[GiveUpIdle], AbstractAsyncContextManager[Chain]],
+        open_chain: OpenChain,
         limits: BatchLimits,
         draft_model: "DraftModel | None" = None,
         room: Callable[[], float] = lambda: math.inf,
@@ -143,7 +144,7 @@ class Batcher:
         self.limits = limits
         self._head = head
         self._open_chain = open_chain
-        self.open_traced: Callable[[GiveUpIdle], AbstractAsyncContextManager[Chain]] | None = None
+        self.open_traced: OpenChain | None = None
         """Opens chains that record their steps. None if requests are not traced."""
         self._waiting: deque[Answer] = deque()
         self._groups: dict[SequenceGroup, asyncio.Task[None]] = {}
@@ -212,16 +213,36 @@ class Batcher:
 
     def _group_for(self, request: Request) -> SequenceGroup:
         is_traced = request.traced and self.open_traced is not None
-        free = [group for group in self._groups if group.free and (group.is_traced or not is_traced)]
+        free = [
+            group
+            for group in self._groups
+            if group.free and group.adapter is request.adapter and (group.is_traced or not is_traced)
+        ]
         if free:
             return max(free, key=lambda group: (group.shared(request), group.free))
+        if sum(group.held for group in self._groups) > self._most_kept // 2:
+            for group in self._groups:
+                if not group.answers:  # else its caches would leave no room for the new chain
+                    group.close()
         size = min(self.limits.active, SEQUENCES_PER_CHAIN)
-        kept = int(min(self._kept, self._hosts_room()))
         open_chain = (self.open_traced if is_traced else None) or self._open_chain
-        group = SequenceGroup(size, self._head, open_chain, kept, self._draft_model, self._idle_s)
+        group = SequenceGroup(
+            size,
+            self._head,
+            open_chain,
+            kept=lambda: self._most_kept // max(1, len(self._groups)),
+            draft_model=self._draft_model,
+            idle_s=self._idle_s,
+            adapter=request.adapter,
+        )
         group.is_traced = is_traced
         self._groups[group] = asyncio.create_task(self._run_group(group), name="sequences")
         return group
+
+    @property
+    def _most_kept(self) -> int:
+        """Positions that all chains may keep: hosts count the chains of a client together."""
+        return int(min(self._kept, self._hosts_room()))
 
     async def _run_group(self, group: SequenceGroup) -> None:
         """Run a group to its end. Its incomplete answers return to the queue."""
@@ -318,19 +339,28 @@ class BatchedModel:
                 draft_model = await loop.run_in_executor(computing, _draft_model, local, options)
             spec = options.chain_spec(local)
 
-            def open_traced(give_up_idle: GiveUpIdle) -> AbstractAsyncContextManager[Chain]:
-                traced = replace(spec, trace=Trace(loop.time, of_answers=True))
-                return Chain.open(hosts, traced, layers.embed, layers.logits, give_up_idle)
+            def open_chain(
+                adapter: "Adapter | None", give_up_idle: GiveUpIdle, **changes: Any
+            ) -> AbstractAsyncContextManager[Chain]:
+                own = replace(spec, adapter=adapter, **changes)
+                return Chain.open(hosts, own, layers.embed, layers.logits, give_up_idle)
+
+            def open_traced(
+                adapter: "Adapter | None", give_up_idle: GiveUpIdle
+            ) -> AbstractAsyncContextManager[Chain]:
+                return open_chain(adapter, give_up_idle, trace=Trace(loop.time, of_answers=True))
 
             await hosts.refresh()
             head = LmHead(layers, computing)
 
-            def batcher(spec: ChainSpec) -> AbstractAsyncContextManager[Batcher]:
-                opens = partial(Chain.open, hosts, spec, layers.embed, layers.logits)
+            def batcher(open_chain: OpenChain) -> AbstractAsyncContextManager[Batcher]:
                 room = partial(hosts.room, (0, spec.blocks))
-                return Batcher(head, opens, limits, draft_model, room, idle_s).running()
+                return Batcher(head, open_chain, limits, draft_model, room, idle_s).running()
 
-            async with batcher(spec) as first, batcher(replace(spec, is_batch=True)) as lowest:
+            async with (
+                batcher(open_chain) as first,
+                batcher(partial(open_chain, is_batch=True)) as lowest,
+            ):
                 first.open_traced = open_traced
                 most = local.max_positions
                 yield cls(local, layers, vocabulary, first, hosts, most, speculates, lowest)

@@ -40,12 +40,15 @@ from swarmnet_protocols.session.steps import Row
 
 if TYPE_CHECKING:
     from swarmnet_client.model.drafts.draft_model import DraftModel
+    from swarmnet_protocols.session.adapters import Adapter
 
+OpenChain = Callable[["Adapter | None", GiveUpIdle], AbstractAsyncContextManager[Chain]]
+"""Opens a chain whose hosts apply an adapter, or none."""
 PREFILL = 2 * CHUNK
 """Prompt positions sent at a time. More would delay the next tokens of other answers, fewer leave
 hops idle."""
 KEPT_POSITIONS = 1 << 13
-"""Positions of all KV caches of one chain; above this, caches of finished answers are dropped.
+"""Positions of the KV caches of all chains; above this, caches of finished answers are dropped.
 
 By default, one client has room for twice as many on three hosts of the default model.
 """
@@ -143,19 +146,23 @@ def _gained(part: _Part) -> int:
 class SequenceGroup:
     """The sequences of one chain. The chain is open while ``run`` runs."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what all its answers share
         self,
         size: int,
         head: LmHead,
-        open_chain: Callable[[GiveUpIdle], AbstractAsyncContextManager[Chain]],
-        kept: int = KEPT_POSITIONS,
+        open_chain: OpenChain,
+        *,
+        kept: Callable[[], int],
         draft_model: "DraftModel | None" = None,
         idle_s: float | None = IDLE_S,
+        adapter: "Adapter | None" = None,
     ) -> None:
-        """``kept``: positions of all KV caches; above this, caches of finished answers are dropped.
+        """``kept`` returns the positions of all KV caches; above this, caches of finished answers
+        are dropped.
 
-        ``draft_model``, ``idle_s``: as in ``Batcher``.
+        ``draft_model``, ``idle_s``: as in ``Batcher``. ``adapter``: of all answers.
         """
+        self.adapter = adapter
         self.is_traced = False
         """Whether the chain records its steps."""
         self._draft_model = draft_model
@@ -172,10 +179,21 @@ class SequenceGroup:
         self._arrived = asyncio.Event()
         self._ready = asyncio.Event()
         self._left = asyncio.Event()
+        self._is_closing = False
 
     @property
     def free(self) -> int:
-        return sum(sequence.answer is None for sequence in self._sequences)
+        return 0 if self._is_closing else sum(sequence.answer is None for sequence in self._sequences)
+
+    @property
+    def held(self) -> int:
+        """Positions of all KV caches."""
+        return sum(len(sequence.held) for sequence in self._sequences)
+
+    def close(self) -> None:
+        """Take no more answers, and end when none is left."""
+        self._is_closing = True
+        self._left.set()
 
     @property
     def answers(self) -> list[Answer]:
@@ -208,7 +226,7 @@ class SequenceGroup:
     async def run(self) -> None:
         """Compute answers until there were none for ``idle_s``. Raises what ``Chain.forward``
         raises."""
-        async with self._open_chain(self._give_up_idle) as chain:
+        async with self._open_chain(self.adapter, self._give_up_idle) as chain:
             self.report = chain.report
             await race(self._send_prompts(chain), self._send_tokens(chain), self._idle())
 
@@ -309,7 +327,7 @@ class SequenceGroup:
         rows, ids, asking = [], [], []
         coming = sum(part.count + len(part.draft) + _gained(part) for part in parts)
         used_now = {part.origin.number for part in parts if part.origin is not None}
-        for sequence in to_drop(self._sequences, chain.lengths, coming, self._kept, used_now):
+        for sequence in to_drop(self._sequences, chain.lengths, coming, self._kept(), used_now):
             row, sent = sequence.drop()
             rows.append(row)
             ids.extend(sent)
@@ -425,7 +443,7 @@ class SequenceGroup:
         self._left.set()
 
     async def _idle(self) -> None:
-        while True:
+        while not self._is_closing or self.answers:
             self._left.clear()
             try:
                 async with asyncio.timeout(self._idle_s):

@@ -93,6 +93,12 @@ class ClientAdapter:
         )
 
 
+def adapter_of(model: Any) -> Adapter:
+    """Return the present values of PEFT's LoRA pairs in the blocks of ``model``, as hosts receive
+    them."""
+    return Adapter(ClientAdapter.of(model.base_model.layers, {}).tensors())
+
+
 def active_pairs(layers: Iterable[Placeholder]) -> Pairs:
     """Return the pairs that PEFT would apply now. Raises ``ConfigError`` for an adapter that hosts
     cannot apply."""

@@ -5,12 +5,16 @@ import json
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, UNFINISHED, replacing
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoints.checkpoint import sha256_of
 from swarmnet_protocols.models.peft_adapters import CONFIG_FILE, WEIGHTS_FILE, quiet_peft, require_peft
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.models import LocalModel
+    from swarmnet_protocols.session.adapters import Adapter
 
 SUMMARY_FILE = "tune.json"
 _PICKLE = "adapter_model.bin"
@@ -68,6 +72,18 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise IntegrityError(f"{directory / WEIGHTS_FILE} is damaged: {error}", hint=_HINT) from error
+
+
+def check_writes_text(directory: Path) -> dict[str, Any]:
+    """Return the config of an adapter with which a model writes text. Raises as ``check_adapter``,
+    and ``ConfigError`` for the adapter of a classifier."""
+    config = check_adapter(directory)
+    if config.get("task_type") not in {None, "CAUSAL_LM"}:
+        raise ConfigError(
+            f"the adapter in {directory} is for {config['task_type']}, which writes no text",
+            hint="use it from Python: AutoSwarmModelForSequenceClassification",
+        )
+    return config
 
 
 def check_made_for(directory: Path, manifest: bytes) -> None:
@@ -133,6 +149,33 @@ def load_adapter(model: Any, directory: Path) -> Any:
     if stored not in [{name: tuple(value.shape) for name, value in state.items()} for state in states]:
         raise other
     return adapted.eval()
+
+
+def read_lora(local: "LocalModel", directory: Path) -> "Adapter":
+    """Return the LoRA pairs of an adapter as hosts receive them. No weight of the model is read.
+
+    Raises what ``check_writes_text`` and ``load_adapter`` raise. Raises ``ConfigError`` if the
+    adapter is for another model, or changes more than linear modules of the blocks: the other parts
+    of the model are here, and all answers share them.
+    """
+    config = check_writes_text(directory)
+    check_made_for(directory, local.manifest.hash)
+    require_peft()
+    import torch
+
+    from swarmnet_client.model.client_adapter import adapter_of
+    from swarmnet_client.model.placeholders import stand_ins
+    from swarmnet_protocols.models.partial_model import build_whole
+
+    if config["peft_type"] != "LORA" or any(".layers." not in name for name in stored_shapes(directory)):
+        raise ConfigError(
+            f"the adapter in {directory} is more than LoRA on the blocks",
+            hint="an endpoint cannot share it: use `swarmnet run --adapter`, or tune with --method lora",
+        )
+    model: Any = build_whole(local.config).empty()
+    model.base_model.layers = stand_ins(model.base_model.layers, torch.device("cpu"))
+    load_adapter(model, directory)
+    return adapter_of(model)
 
 
 def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:

@@ -7,14 +7,13 @@ needed, so hosts may keep their weights packed.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch.nn import functional as F
 
 from swarmnet_client.batching.answers import Request
 from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits
-from swarmnet_client.model.client_adapter import ClientAdapter
 from swarmnet_client.model.head import LmHead
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_client.tuning.batches import IGNORED, Batch
@@ -33,11 +32,6 @@ WAIT_S = 600.0
 where an error would say why."""
 A = TypeVar("A")
 T = TypeVar("T")
-
-
-def adapter_of(model: Any) -> Adapter:
-    """Return the present values of PEFT's parameters in ``model``, as hosts receive them."""
-    return Adapter(ClientAdapter.of(model.base_model.layers, {}).tensors())
 
 
 @torch.no_grad()
@@ -76,7 +70,7 @@ def answers(
     async def answer_all(adapter: Adapter) -> list[list[int]]:
         longest = max(len(request.ids) for request in requests) + max_tokens
         async with Batcher(
-            head, lambda _: blocks.open_chain(longest, adapter, wait_s=WAIT_S), limits
+            head, lambda *_: blocks.open_chain(longest, adapter, wait_s=WAIT_S), limits
         ).running() as batcher:
             return await all_of(*(answer(batcher, request) for request in requests))
 

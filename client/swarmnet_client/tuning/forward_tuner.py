@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from swarmnet_client.model.client_adapter import adapter_of
 from swarmnet_client.tuning.batches import Dataset
-from swarmnet_client.tuning.candidates import adapter_of, answers, losses
+from swarmnet_client.tuning.candidates import answers, losses
 from swarmnet_client.tuning.methods import TuneMethod, TuneSettings
 from swarmnet_client.tuning.rewards import Reward
 from swarmnet_client.tuning.trainer import Point, SwarmUsage, Tuner

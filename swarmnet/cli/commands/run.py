@@ -31,7 +31,6 @@ from swarmnet.cli.options import (
 from swarmnet.cli.output import progress
 from swarmnet.paths import default_history
 from swarmnet.resident import Resident, find, model_id
-from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
@@ -199,17 +198,11 @@ def _prompt(question: str, system: str, raw: bool) -> dict[str, Any]:
 def _check_adapter(adapter: Path, model: str, cache_dir: Path) -> None:
     """Raise ``ConfigError`` if the adapter does not fit the model, before the swarm is searched."""
     import_transformers()
-    from swarmnet_client.tuning.adapter_dir import check_adapter, check_made_for
+    from swarmnet_client.tuning.adapter_dir import check_made_for, check_writes_text
     from swarmnet_protocols.models import resolve
 
-    config = check_adapter(adapter)
-    if config.get("task_type") not in {None, "CAUSAL_LM"}:
-        raise ConfigError(
-            f"the adapter in {adapter} is for {config['task_type']}, which writes no text",
-            hint="use it from Python: AutoSwarmModelForSequenceClassification",
-        )
-    local = resolve(model, cache_dir=cache_dir)
-    check_made_for(adapter, local.manifest.hash)
+    check_writes_text(adapter)
+    check_made_for(adapter, resolve(model, cache_dir=cache_dir).manifest.hash)
 
 
 @contextmanager

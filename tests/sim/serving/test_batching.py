@@ -380,7 +380,7 @@ def test_the_answers_of_a_broken_chain_continue_on_another(
         async with lab.client() as swarm:
 
             @asynccontextmanager
-            async def open_chain(_: Any) -> Any:
+            async def open_chain(*_: Any) -> Any:
                 nonlocal opened
                 opened += 1
                 async with lab.chain(swarm) as chain:
@@ -399,7 +399,7 @@ def test_an_answer_without_progress_is_given_up(reference: Reference) -> None:
         opened = 0
 
         @asynccontextmanager
-        async def open_chain(_: Any) -> Any:
+        async def open_chain(*_: Any) -> Any:
             nonlocal opened
             opened += 1
             raise Unreachable("never works")

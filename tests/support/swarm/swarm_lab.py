@@ -38,6 +38,7 @@ from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
@@ -291,10 +292,18 @@ class Lab:
         standby: bool | None = None,
         wait_s: float = 0.0,
         give_up_idle: Callable[[], Set[int]] = frozenset,
+        adapter: Adapter | None = None,
     ) -> Any:
         blocks = self.reference.local.manifest.blocks
         spec = ChainSpec(
-            blocks, 32, max_length, ElementType.FLOAT32, self.wire, standby=standby, wait_s=wait_s
+            blocks,
+            32,
+            max_length,
+            ElementType.FLOAT32,
+            self.wire,
+            standby=standby,
+            wait_s=wait_s,
+            adapter=adapter,
         )
         layers = self.reference.layers
         return Chain.open(hosts, spec, layers.embed, layers.logits, give_up_idle)

@@ -1,0 +1,104 @@
+"""Adapters behind one batcher: each answer is that of its own adapter alone, and hosts compute all
+of them together."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_client.batching.answers import Answer, Request
+from swarmnet_client.tuning.adapter_dir import read_lora
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.session.adapters import Adapter
+from tests.sim.tuning.test_adapters import LAYOUTS, TARGETS
+from tests.support.models.peft_oracle import with_lora, with_prefix
+from tests.support.network.virtual_time import TimedExecutor
+from tests.support.swarm.batching import all_answered, answered, batcher, request
+from tests.support.swarm.generation import greedy
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
+
+# PEFT 0.21 uses a name that transformers 5.23 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+TOKENS = 8
+PROMPTS = [[*range(20, 40), 5 + number, 6, 7 + number % 3] for number in range(16)]
+"""They begin alike, so that caches of one adapter are reused, and those of another must not be."""
+Tuned = tuple[Adapter | None, list[list[int]]]
+"""An adapter as hosts receive it, and the answers of PEFT to all prompts; None: no adapter."""
+
+
+def whole(reference: Reference) -> Any:
+    return reference.local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def tuned(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> list[Tuned]:
+    """Four adapters of different ranks, each written by PEFT and read again, and the plain
+    model."""
+    made: list[Tuned] = [(None, greedy(whole(reference), PROMPTS, TOKENS))]
+    for seed in range(1, 5):
+        model = with_lora(whole(reference), TARGETS, rank=2 * seed, seed=seed)
+        folder = tmp_path_factory.mktemp("adapter")
+        model.save_pretrained(folder)
+        made.append((read_lora(reference.local, folder), greedy(model, PROMPTS, TOKENS)))
+    return made
+
+
+def asked(tuned: list[Tuned], number: int) -> Request:
+    return replace(request(PROMPTS[number], TOKENS), adapter=tuned[number % len(tuned)][0])
+
+
+def expected(tuned: list[Tuned], number: int) -> list[int]:
+    return tuned[number % len(tuned)][1][number]
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["", "a host dies"])
+def test_each_answer_is_that_of_its_adapter_alone(
+    reference: Reference, tuned: list[Tuned], *, dies: bool
+) -> None:
+    async def scenario(lab: Lab) -> list[list[int]]:
+        await lab.start("a", lab.hosting((0, 3)), TimedExecutor(0.05))
+        await lab.start_all({"b": (3, 6), "b2": (3, 6)})
+        async with batcher(lab) as (running, _):
+
+            def strike(answer: Answer) -> None:
+                if dies and len(answer.ids) == 3:
+                    lab.network.crash(next(iter(running._groups)).report.route[1][0])
+
+            first, *others = (asked(tuned, number) for number in range(len(PROMPTS)))
+            one, rest = await asyncio.gather(answered(running, first, strike), all_answered(running, others))
+            engine = lab.nodes["a"].engine
+            assert engine is not None
+            assert dies or engine.counters.forwards < 3 * TOKENS, "adapters hardly ever shared a forward"
+            return [one, *rest]
+
+    assert simulate(reference, scenario) == [expected(tuned, number) for number in range(len(PROMPTS))]
+    assert len({str(answers) for _, answers in tuned}) == len(tuned)
+
+
+def test_chains_of_adapters_share_the_room_for_old_caches(
+    reference: Reference, tuned: list[Tuned], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarmnet_client.batching.continuous_batching.KEPT_POSITIONS", 100)
+
+    async def scenario(lab: Lab) -> None:
+        await lab.start_all(LAYOUTS["1 hop"])
+        async with batcher(lab) as (running, _):
+            for number, turn in enumerate([0, 1, 0, 1, 2, 3, 4]):
+                wanted = replace(request([5 + number] * 20, TOKENS), adapter=tuned[turn][0])
+                assert len(await answered(running, wanted)) == TOKENS
+                held = [len(each.held) for group in running._groups for each in group._sequences]
+                assert 20 <= sum(count for count in held if count > 1) <= 100
+
+    simulate(reference, scenario)
+
+
+@pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers:UserWarning")
+def test_an_endpoint_takes_lora_on_the_blocks_only(reference: Reference, tmp_path: Path) -> None:
+    with_prefix(whole(reference), 4).save_pretrained(tmp_path / "prefix")
+    with_lora(whole(reference), ["q_proj", "lm_head"]).save_pretrained(tmp_path / "head")
+    for folder in ("prefix", "head"):
+        with pytest.raises(ConfigError, match="more than LoRA on the blocks"):
+            read_lora(reference.local, tmp_path / folder)
