@@ -76,8 +76,7 @@ ENDPOINTS: tuple[GenerationEndpoint[Any], ...] = (
 """The endpoints that generate."""
 EMBEDDINGS = {"/v1/embeddings": EmbeddingBody, "/api/embed": OllamaEmbedBody}
 ERRORS = {messages.PATH: messages.error_body, ollama.PREFIX: ollama.error_body}
-"""The error objects of protocols by the beginnings of their paths. All others are OpenAI's, and so
-are refusals of the middleware, such as 401."""
+"""The error objects of protocols by the beginnings of their paths. All others are OpenAI's."""
 R = TypeVar("R", bound=StrictModel)
 
 
@@ -368,9 +367,17 @@ class Gateway:
     async def _handle_error(self, request: Request, error: Exception) -> Response:
         response = api_error(error)
         self._metrics.count_error(response.code)
-        path = request.url.path
-        write = next((body for begin, body in ERRORS.items() if path.startswith(begin)), ApiError.body)
-        return JSONResponse(write(response), response.status, response.headers())
+        return JSONResponse(_error_body(request.url.path, response), response.status, response.headers())
+
+
+def refusal(path: str, status: int, message: str, code: str) -> dict[str, Any]:
+    """Return the error object of the middleware's refusals, in the protocol of the path."""
+    return _error_body(path, ApiError(status, message, code))
+
+
+def _error_body(path: str, error: ApiError) -> dict[str, Any]:
+    write = next((body for begin, body in ERRORS.items() if path.startswith(begin)), ApiError.body)
+    return write(error)
 
 
 async def _wait_first_token(generation: Generation) -> bool:

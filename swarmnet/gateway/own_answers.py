@@ -10,11 +10,10 @@ response is a stream of JSON lines:
 
 import hmac
 import json
-import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -25,10 +24,22 @@ from swarmnet.gateway.generation.detokenizer import IncrementalDetokenizer
 from swarmnet.gateway.generation.requests import ChatPrompt
 from swarmnet.gateway.generation.tokenization import PromptTokenizer
 from swarmnet.gateway.protocols.endpoint import LineStreamResponse
-from swarmnet.gateway.protocols.schemas import Messages, StrictModel, Tokens
+from swarmnet.gateway.protocols.schemas import (
+    MAX_BIASES,
+    BadWords,
+    Bias,
+    BiasedToken,
+    Messages,
+    MinP,
+    RepetitionPenalty,
+    StrictModel,
+    Tokens,
+    TopK,
+    at_most,
+)
 from swarmnet_client.batching import answers
 from swarmnet_client.batching.continuous_batching import BatchedModel
-from swarmnet_client.model.sampling import Sampling
+from swarmnet_client.model.sampling import sampling_of
 from swarmnet_protocols.errors import SwarmnetError
 
 OWNER = "this user"
@@ -45,6 +56,11 @@ class OwnRequest(StrictModel):
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=0)
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    bad_words: BadWords = Field(default_factory=list)
+    biases: Annotated[list[tuple[BiasedToken, Bias]], at_most(MAX_BIASES)] = Field(default_factory=list)
     speculate: bool = True
 
 
@@ -72,14 +88,12 @@ async def answer_own(
     if room < 1 or not ids:
         message = f"the prompt has {len(ids)} tokens and the model takes {served.context}"
         raise ApiError(400, message, "context_length_exceeded")
+    tokenizer.check_ids(dict(body.biases), "biases")
+    sampling = await tokenizer.run(sampling_of, body, served.sampling, served.tokenizer)
     wanted = answers.Request(
         tuple(ids),
         min(body.max_new_tokens, room),
-        Sampling(
-            served.sampling.temperature if body.temperature is None else body.temperature,
-            served.sampling.top_p if body.top_p is None else body.top_p,
-            secrets.randbits(63) if body.seed is None else body.seed,
-        ),
+        sampling,
         served.end_ids,
         owner=OWNER,
         speculate=body.speculate and served.speculates,

@@ -13,7 +13,8 @@ headers.
 6. ``BodyLimit`` bounds the size, the time and the memory of request bodies, for each caller and for
    all (413, 408, 503).
 
-Errors are OpenAI's error object, which is plain JSON to other clients.
+Errors are OpenAI's error object, which is plain JSON to other clients, unless the app gives its own
+``Refusal``.
 """
 
 import asyncio
@@ -23,8 +24,9 @@ import hashlib
 import hmac
 import ipaddress
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.authentication import AuthCredentials, AuthenticationBackend, AuthenticationError, SimpleUser
@@ -55,6 +57,15 @@ MIN_BODY_BYTES_PER_S = 16_000.0
 """Least mean rate of a body after ``BODY_PAUSE_S``, in bytes per second."""
 API_CSP = "default-src 'none'; frame-ancestors 'none'"
 """Content-Security-Policy of endpoints that serve no pages."""
+
+
+Refusal = Callable[[str, int, str, str], Mapping[str, Any]]
+"""Returns the error object for a path, a status, a message and OpenAI's code."""
+
+
+def openai_refusal(_path: str, _status: int, message: str, code: str) -> Mapping[str, Any]:
+    """Return an error in the format of OpenAI's API."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
 class ApiKeys:
@@ -129,13 +140,18 @@ def is_loopback(host: str) -> bool:
 
 
 def protect(
-    app: ASGIApp, access: AccessPolicy, *, csp: str = API_CSP, max_body_bytes: int = MAX_BODY_BYTES
+    app: ASGIApp,
+    access: AccessPolicy,
+    *,
+    csp: str = API_CSP,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    refusal: Refusal = openai_refusal,
 ) -> ASGIApp:
     """Wrap ``app`` in all middleware of this module. ``csp`` is the Content-Security-Policy of its
-    responses."""
-    app = BodyLimit(app, max_body_bytes)
+    responses, ``refusal`` the form of errors."""
+    app = BodyLimit(app, max_body_bytes, refusal)
     if access.keys:
-        backend = ApiKeyBackend(access.keys, access.public_paths, basic_auth=access.basic_auth)
+        backend = ApiKeyBackend(access.keys, access.public_paths, refusal, basic_auth=access.basic_auth)
         app = AuthenticationMiddleware(app, backend, on_error=backend.challenge)
     if access.origins:
         app = CORSMiddleware(
@@ -145,8 +161,8 @@ def protect(
             allow_headers=("*",),
             expose_headers=("Retry-After",),
         )
-    app = OriginCheck(app, access.origins)
-    app = HostCheck(app, access.host_names)
+    app = OriginCheck(app, access.origins, refusal)
+    app = HostCheck(app, access.host_names, refusal)
     return SecurityHeaders(app, csp)
 
 
@@ -158,14 +174,15 @@ class HostCheck:
     be rebound, so all are accepted, which Starlette's ``TrustedHostMiddleware`` cannot do.
     """
 
-    def __init__(self, app: ASGIApp, host_names: Sequence[str]) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, host_names: Sequence[str], refusal: Refusal) -> None:
+        self._app, self._refusal = app, refusal
         self._host_names = {"localhost", *(name.lower() for name in host_names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._is_trusted(Headers(scope=scope).get("host", "")):
             message = "this server is not known by that name; its operator can add it with --allow-host"
-            await error_response(421, message, code="wrong_host")(scope, receive, send)
+            body = self._refusal(scope["path"], 421, message, "wrong_host")
+            await JSONResponse(body, 421)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -181,8 +198,8 @@ class OriginCheck:
     """Refuses requests that a browser sends for a page of another origin, unless that origin is
     allowed."""
 
-    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, origins: Sequence[str], refusal: Refusal) -> None:
+        self._app, self._refusal = app, refusal
         self._origins = set(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -191,7 +208,8 @@ class OriginCheck:
             origin, host = headers.get("origin"), headers.get("host", "")
             if origin is not None and origin not in self._origins | {f"http://{host}", f"https://{host}"}:
                 message = "pages of this origin may not use this server; its operator can add it with --cors"
-                await error_response(403, message, code="wrong_origin")(scope, receive, send)
+                body = self._refusal(scope["path"], 403, message, "wrong_origin")
+                await JSONResponse(body, 403)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -202,8 +220,10 @@ class ApiKeyBackend(AuthenticationBackend):
     With ``basic_auth``, the password of HTTP Basic may be a key, too.
     """
 
-    def __init__(self, keys: ApiKeys, public_paths: Sequence[str], *, basic_auth: bool) -> None:
-        self._keys = keys
+    def __init__(
+        self, keys: ApiKeys, public_paths: Sequence[str], refusal: Refusal, *, basic_auth: bool
+    ) -> None:
+        self._keys, self._refusal = keys, refusal
         self._public_paths = frozenset(public_paths)
         self._basic_auth = basic_auth
 
@@ -218,10 +238,11 @@ class ApiKeyBackend(AuthenticationBackend):
             raise AuthenticationError("a valid API key is needed: Authorization: Bearer KEY")
         return AuthCredentials(["api"]), SimpleUser(name)
 
-    def challenge(self, _conn: HTTPConnection, error: AuthenticationError) -> Response:
+    def challenge(self, conn: HTTPConnection, error: AuthenticationError) -> Response:
         """Return the 401 response, with the scheme that the client should use."""
         scheme = 'Basic realm="swarmnet", charset="UTF-8"' if self._basic_auth else "Bearer"
-        return error_response(401, str(error), code="invalid_api_key", headers={"www-authenticate": scheme})
+        body = self._refusal(conn.scope["path"], 401, str(error), "invalid_api_key")
+        return JSONResponse(body, 401, {"www-authenticate": scheme})
 
     def _secret(self, header: str) -> str:
         scheme, _, value = header.partition(" ")
@@ -249,8 +270,8 @@ class BodyLimit:
     keys, one subnet.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, max_bytes: int, refusal: Refusal) -> None:
+        self._app, self._refusal = app, refusal
         self._max_bytes = max_bytes
         self._resources = ResourceManager()
         self._resources.limit(Resource.BODIES, system=MAX_BUFFERED_BODY_BYTES)
@@ -261,7 +282,8 @@ class BodyLimit:
             return
         announced = Headers(scope=scope).get("content-length", "0")
         if not announced.isdecimal() or int(announced[:20]) > self._max_bytes:
-            await error_response(413, self._message, code="body_too_large")(scope, receive, send)
+            body = self._refusal(scope["path"], 413, self._message, "body_too_large")
+            await JSONResponse(body, 413)(scope, receive, send)
             return
         received_bytes = 0
         ended = False
@@ -328,14 +350,6 @@ class SecurityHeaders:
             await send(message)
 
         await self._app(scope, receive, with_headers)
-
-
-def error_response(
-    status: int, message: str, *, code: str, headers: Mapping[str, str] | None = None
-) -> JSONResponse:
-    """Return an error in the format of OpenAI's API."""
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return JSONResponse({"error": error}, status, headers)
 
 
 def _is_address(name: str) -> bool:

@@ -6,6 +6,8 @@ So a seeded answer depends neither on the other answers in the batch nor on a fa
 import random
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from secrets import randbits
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,16 +27,17 @@ no other token."""
 class Sampling:
     """How the tokens of an answer are chosen.
 
-    1. ``repetition_penalty`` divides the score of each token that occurs in the prompt or answer,
-       and multiplies a negative one (Keskar et al. 2019, "CTRL", section 4.1).
-    2. ``biases`` (pairs of token id and bias) are added to the scores. ``presence_penalty`` is
-       subtracted from the score of each token that occurs in the answer, and ``frequency_penalty``
-       once for each occurrence. For these the prompt does not count.
+    1. ``biases`` (pairs of token id and bias) are added to the scores. ``repetition_penalty``
+       divides the score of each token that occurs in the prompt or answer, and multiplies a
+       negative one (Keskar et al. 2019, "CTRL", section 4.1).
+    2. ``presence_penalty`` is subtracted from the score of each token that occurs in the answer,
+       and ``frequency_penalty`` once for each occurrence. For these the prompt does not count.
     3. ``bad_words``: token sequences that never occur in the answer.
     4. ``temperature`` 0 takes the most likely token. ``top_k`` limits the choice to as many of the
        likeliest tokens; 0 for all. ``top_p`` limits it to the fewest of these that together have
        this probability. ``min_p`` limits it to tokens with at least this share of the likeliest
-       one's probability (Nguyen et al. 2024, "Turning Up the Heat").
+       one's probability (Nguyen et al. 2024, "Turning Up the Heat"). The order of these steps is
+       that of transformers.
     5. ``top_logprobs``: how many other tokens' log probabilities come with each token's own; None
        for no log probabilities.
     """
@@ -59,6 +62,51 @@ class Sampling:
 
 USUAL_SAMPLING = Sampling(temperature=0.7, top_p=0.95)
 """For models whose files state nothing. Small models ramble at higher temperatures."""
+
+
+class WantedSampling(Protocol):
+    """What a caller says about the choice of tokens. None stands for the model's own."""
+
+    @property
+    def temperature(self) -> float | None: ...
+    @property
+    def top_p(self) -> float | None: ...
+    @property
+    def seed(self) -> int | None: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def bad_words(self) -> Sequence[str]: ...
+    @property
+    def biases(self) -> Sequence[tuple[int, float]]: ...
+
+
+def sampling_of(wanted: WantedSampling, usual: Sampling, tokenizer: Any) -> Sampling:
+    """Return how tokens are chosen: as ``wanted`` says, or else as ``usual``."""
+    return Sampling(
+        usual.temperature if wanted.temperature is None else wanted.temperature,
+        usual.top_p if wanted.top_p is None else wanted.top_p,
+        randbits(63) if wanted.seed is None else wanted.seed,
+        biases=tuple(wanted.biases),
+        top_k=max(0, wanted.top_k),
+        min_p=wanted.min_p,
+        repetition_penalty=wanted.repetition_penalty,
+        bad_words=word_ids(wanted.bad_words, tokenizer),
+    )
+
+
+def word_ids(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of words, at the beginning of a text and within."""
+    found = (
+        tuple(tokenizer.encode(text, add_special_tokens=False))
+        for word in words
+        for text in (word, " " + word.lstrip())
+    )
+    return tuple(dict.fromkeys(ids for ids in found if ids))
 
 
 @dataclass(frozen=True)
@@ -95,7 +143,7 @@ def choose(scores: Array, draws: list[Draw]) -> list[Token]:
     Raises ``IntegrityError`` for scores that are not finite: hosts' outputs are checked, so the
     model's own files are wrong.
     """
-    changed = _changed(scores, draws)
+    changed = changed_scores(scores, draws)
     likeliest = changed.argmax(axis=1)
     if not np.isfinite(changed[np.arange(len(changed)), likeliest]).all():
         raise IntegrityError(
@@ -109,21 +157,27 @@ def choose(scores: Array, draws: list[Draw]) -> list[Token]:
     return tokens
 
 
-def _changed(scores: Array, draws: list[Draw]) -> Array:
+def changed_scores(scores: Array, draws: list[Draw]) -> Array:
     """Return the scores with biases and penalties of all rows; the same array if there are none."""
     changed = scores
     for row, draw in enumerate(draws):
-        changes, banned = _changes(draw), _banned(draw)
-        is_repeating = draw.sampling.repetition_penalty != 1
-        if not (changes or banned or is_repeating or draw.allowed is not None):
+        sampling, banned = draw.sampling, _banned(draw)
+        is_repeating = sampling.repetition_penalty != 1
+        is_counting = bool(draw.counts and (sampling.presence_penalty or sampling.frequency_penalty))
+        if not (sampling.biases or is_counting or banned or is_repeating or draw.allowed is not None):
             continue
         if changed is scores:
             changed = scores.copy()
+        for token, bias in sampling.biases:
+            changed[row, token] += bias
         if is_repeating:
             seen = np.fromiter({*draw.prompt, *draw.counts}, np.int64)
-            value, penalty = changed[row, seen], draw.sampling.repetition_penalty
+            value, penalty = changed[row, seen], sampling.repetition_penalty
             changed[row, seen] = np.where(value < 0, value * penalty, value / penalty)
-        changed[row, np.fromiter(changes, np.int64)] += np.fromiter(changes.values(), np.float32)
+        if is_counting:
+            counts = np.fromiter(draw.counts.values(), np.float32)
+            penalties = sampling.presence_penalty + counts * sampling.frequency_penalty
+            changed[row, np.fromiter(draw.counts, np.int64)] -= penalties
         changed[row, banned] = BANNED
         if draw.allowed is not None and draw.allowed.size:
             known = min(len(draw.allowed), scores.shape[1])
@@ -138,19 +192,9 @@ def _banned(draw: Draw) -> list[int]:
     return [word[-1] for word in draw.sampling.bad_words if word[:-1] == ends[len(word)]]
 
 
-def _changes(draw: Draw) -> dict[int, float]:
-    """Return the change of the score of each token."""
-    sampling = draw.sampling
-    changes = dict(sampling.biases)
-    if sampling.penalises:
-        for token, count in draw.counts.items():
-            penalty = sampling.presence_penalty + count * sampling.frequency_penalty
-            changes[token] = changes.get(token, 0.0) - penalty
-    return changes
-
-
-def _sample(row: Array, draw: Draw) -> int:
-    sampling = draw.sampling
+def distribution(row: Array, sampling: Sampling) -> tuple[Array, Array | None]:
+    """Return the probabilities of the tokens among which one is drawn, up to a common factor, and
+    the tokens; None for all in their order. ``row`` [V] has scores with biases and penalties."""
     scaled = row.astype(np.float64) / sampling.temperature
     probabilities = np.exp(scaled - scaled.max())
     probabilities /= probabilities.sum()
@@ -164,8 +208,13 @@ def _sample(row: Array, draw: Draw) -> int:
         probabilities, tokens = _nucleus(probabilities, sampling.top_p)
     if sampling.min_p:
         probabilities = np.where(probabilities < sampling.min_p * probabilities.max(), 0.0, probabilities)
+    return probabilities, tokens
+
+
+def _sample(row: Array, draw: Draw) -> int:
+    probabilities, tokens = distribution(row, draw.sampling)
     reached = probabilities.cumsum()
-    point = random.Random(f"{sampling.seed}/{draw.position}").random() * float(reached[-1])
+    point = random.Random(f"{draw.sampling.seed}/{draw.position}").random() * float(reached[-1])
     index = min(int(np.searchsorted(reached, point, "right")), len(reached) - 1)
     return index if tokens is None else int(tokens[index])
 

@@ -6,7 +6,6 @@ Both are clients of the swarm. Generation needs torch and transformers only with
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from secrets import randbits
 from typing import TYPE_CHECKING, Any
 
 from swarmnet.cli.chat.generation import SamplingOptions
@@ -53,18 +52,13 @@ class BatchAnswerer:
         prefilled: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         from swarmnet_client.batching.answers import Prefill, Request
-        from swarmnet_client.model.sampling import Sampling
+        from swarmnet_client.model.sampling import sampling_of
 
         served = self.runtime.opened
-        usual = served.sampling
         request = Request(
             tuple(ids),
             sampling.max_new_tokens,
-            Sampling(
-                usual.temperature if sampling.temperature is None else sampling.temperature,
-                usual.top_p if sampling.top_p is None else sampling.top_p,
-                randbits(63) if sampling.seed is None else sampling.seed,
-            ),
+            sampling_of(sampling, served.sampling, served.tokenizer),
             frozenset() if exact else served.end_ids,
             speculate=sampling.speculate and served.speculates,
         )
@@ -123,7 +117,7 @@ class ModelAnswerer:
     ) -> None:
         import torch
 
-        from swarmnet_client.model.sampling import USUAL_SAMPLING
+        from swarmnet_client.model.sampling import USUAL_SAMPLING, word_ids
 
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
@@ -135,7 +129,15 @@ class ModelAnswerer:
             if not self.model.generation_config.do_sample:
                 choice |= {"temperature": USUAL_SAMPLING.temperature, "top_p": USUAL_SAMPLING.top_p}
             given = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+            # transformers' own default is 50 likeliest tokens
+            given |= {"top_k": sampling.top_k, "min_p": sampling.min_p or None}
             choice |= {name: value for name, value in given.items() if value is not None}
+        if sampling.repetition_penalty != 1:
+            choice["repetition_penalty"] = sampling.repetition_penalty
+        if sampling.bad_words:
+            choice["bad_words_ids"] = [[*ids] for ids in word_ids(sampling.bad_words, self.tokenizer)]
+        if sampling.biases:
+            choice["sequence_bias"] = [[[token], bias] for token, bias in sampling.biases]
         if exact:
             choice["min_new_tokens"] = sampling.max_new_tokens
         self.model.generate(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from swarmnet.cli.options import SpeculateOption
+from swarmnet.cli.options import SpeculateOption, check_at_least_zero, check_share
 from swarmnet.cli.output import note, print_json, print_text, progress
 from swarmnet.gateway.generation.detokenizer import IncrementalDetokenizer
 from swarmnet.units import counted
@@ -53,7 +53,85 @@ class SamplingOptions:
             show_default="the model's own",
         ),
     ] = None
+    top_k: Annotated[
+        int,
+        typer.Option(
+            "--top-k", metavar="K", min=0, help="Sample only from the K most likely tokens. 0: all."
+        ),
+    ] = 0
+    min_p: Annotated[
+        float,
+        typer.Option(
+            "--min-p",
+            metavar="P",
+            help="Sample only from tokens with at least this share of the likeliest one's probability.",
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(
+            "--repetition-penalty",
+            metavar="X",
+            help="Above 1, makes tokens of the prompt and answer less likely to come again. Example: 1.1.",
+        ),
+    ] = 1.0
+    bad_words: Annotated[
+        list[str],
+        typer.Option(
+            "--bad-word",
+            metavar="TEXT",
+            help="A text that the answer never contains; repeatable.",
+            show_default=False,
+        ),
+    ] = field(default_factory=list)
+    logit_bias: Annotated[
+        list[str],
+        typer.Option(
+            "--logit-bias",
+            metavar="TOKEN=BIAS",
+            help="Make the token with this id likelier, or with a negative bias less likely; repeatable.",
+            show_default=False,
+        ),
+    ] = field(default_factory=list)
     speculate: SpeculateOption = True
+
+    @property
+    def biases(self) -> list[tuple[int, float]]:
+        """Biases of token ids. Raises ``typer.BadParameter``."""
+        return [_bias(text) for text in self.logit_bias]
+
+    def check(self) -> None:
+        """Raise ``typer.BadParameter`` for a value that is not possible."""
+        if self.temperature is not None:
+            check_at_least_zero(self.temperature, option="--temperature")
+        if self.top_p is not None:
+            check_share(self.top_p, option="--top-p")
+        if not 0 <= self.min_p <= 1:
+            raise typer.BadParameter(f"{self.min_p} is not between 0 and 1", param_hint="'--min-p'")
+        if not 0 < self.repetition_penalty <= 10:
+            message = f"{self.repetition_penalty} is not possible: give a number above 0, up to 10"
+            raise typer.BadParameter(message, param_hint="'--repetition-penalty'")
+        if not all(self.bad_words):
+            raise typer.BadParameter("the text is empty", param_hint="'--bad-word'")
+        _ = self.biases
+
+    def check_tokens(self, vocabulary_size: int) -> None:
+        """Raise ``typer.BadParameter`` for a token that the model does not know."""
+        if any(token >= vocabulary_size for token, _ in self.biases):
+            message = f"token ids of this model go up to {vocabulary_size - 1}"
+            raise typer.BadParameter(message, param_hint="'--logit-bias'")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        found = float(bias)
+        if not token.isdecimal() or not -100 <= found <= 100:
+            raise ValueError
+        return int(token), found
+    except ValueError:
+        message = f"{text!r} is not TOKEN=BIAS, such as 40=-100; biases go from -100 to 100"
+        raise typer.BadParameter(message, param_hint="'--logit-bias'") from None
 
 
 class Answerer(Protocol):

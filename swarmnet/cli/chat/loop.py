@@ -34,7 +34,8 @@ from swarmnet_protocols.errors import SwarmnetError
 COMMANDS = {
     "/help": "this list",
     "/route": "the hosts that computed the last answer",
-    "/set": "all settings; /set temperature 0.7 changes one: temperature, top_p, max_new_tokens, seed, system",
+    "/set": "all settings; /set temperature 0.7 changes one: temperature, top_p, top_k, min_p, "
+    "repetition_penalty, max_new_tokens, seed, system",
     "/undo": "forget the last message and its answer",
     "/retry": "answer the last message once more",
     "/clear": "forget everything that was said",
@@ -42,6 +43,7 @@ COMMANDS = {
     "/stats": "tokens, speed, failures and traffic of this chat",
     "/quit": "leave, as Ctrl-D does",
 }
+_FRACTIONS = {"temperature", "top_p", "min_p", "repetition_penalty"}
 _UNSET = {
     "temperature": "the model's own",
     "top_p": "the model's own",
@@ -280,7 +282,7 @@ def _what_happened(error: BaseException) -> str:
 def changed(sampling: SamplingOptions, name: str, value: str) -> SamplingOptions:
     """Return ``sampling`` with one setting changed to the text ``value``; `default` resets the
     setting. Raises ``typer.BadParameter``."""
-    fields = {field.name: field for field in dataclasses.fields(SamplingOptions)}
+    fields = [name for name, usual in vars(SamplingOptions()).items() if not isinstance(usual, list)]
     if name not in fields:
         known = ", ".join([*fields, "system"])
         raise typer.BadParameter(f"there is no setting {name}: use one of {known}")
@@ -288,7 +290,7 @@ def changed(sampling: SamplingOptions, name: str, value: str) -> SamplingOptions
         usual: dict[str, Any] = {name: getattr(SamplingOptions(), name)}
         return dataclasses.replace(sampling, **usual)
     try:
-        number: Any = float(value) if name in {"temperature", "top_p"} else int(value)
+        number: Any = float(value) if name in _FRACTIONS else int(value)
     except ValueError:
         raise typer.BadParameter(f"{name} takes a number, not {value!r}") from None
     if name == "top_p":
@@ -297,7 +299,9 @@ def changed(sampling: SamplingOptions, name: str, value: str) -> SamplingOptions
         check_at_least_zero(number, option=name)
     if name == "max_new_tokens" and not number:
         raise typer.BadParameter("max_new_tokens must be at least 1", param_hint=f"'{name}'")
-    return dataclasses.replace(sampling, **{name: number})
+    found = dataclasses.replace(sampling, **{name: number})
+    found.check()
+    return found
 
 
 def _mended(before: Sequence[RunHop], answer: RunAnswer) -> str:

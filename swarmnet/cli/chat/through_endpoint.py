@@ -94,9 +94,12 @@ def _lines(
 ) -> Iterator[dict[str, Any]]:
     """Yield the lines of a response (``gateway/own_answers.py``). Raises ``SwarmnetError`` if the
     last one does not come."""
-    fields = {name: getattr(sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-    body = {**prompt, **fields, "speculate": sampling.speculate}
-    given = {name: value for name, value in body.items() if value is not None}
+    usual = vars(SamplingOptions())
+    fields = {name: value for name, value in vars(sampling).items() if value != usual[name]}
+    if fields.pop("logit_bias", ()):
+        fields["biases"] = sampling.biases
+    always = {"max_new_tokens": sampling.max_new_tokens, "speculate": sampling.speculate}
+    given = {**prompt, **fields, **always}
     headers = {"authorization": f"Bearer {resident.key}", "content-type": "application/json"}
     url = urlsplit(resident.url)
     try:

@@ -24,9 +24,7 @@ from swarmnet.cli.options import (
     ModelArgument,
     SwarmOption,
     WireOption,
-    check_at_least_zero,
     check_draft,
-    check_share,
 )
 from swarmnet.cli.output import progress
 from swarmnet.paths import default_history
@@ -133,10 +131,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
       swarmnet run smollm2-135m-instruct --swarm lab/swarm.toml --temperature 0.7
       swarmnet run smollm2-135m-instruct --swarm lab < question.txt
     """
-    if sampling.temperature is not None:
-        check_at_least_zero(sampling.temperature, option="--temperature")
-    if sampling.top_p is not None:
-        check_share(sampling.top_p, option="--top-p")
+    sampling.check()
     check_draft(draft, speculate=sampling.speculate)
     is_chat = chat or (prompt is None and sys.stdin.isatty())
     if is_chat and prompt is not None:
@@ -177,6 +172,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         else:
             opening = open_answerer(model, network, client, screen, **how)
         answerer = stack.enter_context(opening)
+        sampling.check_tokens(answerer.vocabulary_size)
         said = Conversation(answerer.tokenizer, answerer.context, raw, system)
         if is_chat:
             if not as_json and sys.stdin.isatty() and sys.stdout.isatty():

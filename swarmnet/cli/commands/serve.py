@@ -216,7 +216,7 @@ async def _endpoint(
     local: "LocalModel", network: Network, access: "AccessPolicy", options: EndpointOptions, own_key: str
 ) -> "AsyncIterator[tuple[Gateway, HttpEndpoint, ModelHosts]]":
     """Serve the endpoint while the context is open, so that this user's `swarmnet run` finds it."""
-    from swarmnet.gateway.app import Gateway
+    from swarmnet.gateway.app import Gateway, refusal
     from swarmnet.gateway.quotas import Quota
     from swarmnet.web.middleware import protect
     from swarmnet.web.server import serve_http
@@ -238,7 +238,7 @@ async def _endpoint(
         )
         gateway = Gateway(served, quota, own_key=own_key)
         stack.callback(gateway.close)
-        app = protect(gateway.app(), access, max_body_bytes=gateway.parser.max_bytes)
+        app = protect(gateway.app(), access, max_body_bytes=gateway.parser.max_bytes, refusal=refusal)
         endpoint = await stack.enter_async_context(serve_http(app, options.host, options.port))
         resident = Resident(endpoint.url, own_key, network.rules.swarm.hex(), model_id(local.name))
         stack.enter_context(announced(resident))

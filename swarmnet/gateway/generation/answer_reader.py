@@ -15,6 +15,7 @@ from swarmnet.gateway.generation.tool_formats import AnswerForm
 
 State = Literal["start", "thoughts", "text", "name", "arguments", "after"]
 _PYTHON: Mapping[str, Any] = {"True": True, "False": False, "None": None}
+_DECODER = json.JSONDecoder()
 
 
 class AnswerReader:
@@ -129,12 +130,13 @@ class AnswerReader:
             if text:
                 yield ArgumentsDelta(self.index, self.calls - 1, text)
         else:
-            end = self._end_of_python() if tools.arguments == "python" else self._held.find(tools.end)
-            is_whole = end >= 0
-            if is_whole:
-                raw, self._held = self._held[:end], self._held[end:]
-                read = _tagged if tools.arguments == "tags" else _pythonic
-                values = read(raw, tools.tags, self._strings.get(self._name, frozenset()))
+            if tools.arguments == "python":
+                found = self._pythonic()
+            else:
+                found = self._tagged(self._strings.get(self._name, frozenset()))
+            is_whole = found is not None
+            if found is not None:
+                values, self._held = found
                 yield ArgumentsDelta(self.index, self.calls - 1, json.dumps(values, ensure_ascii=False))
         if is_whole:
             self._state = "after"
@@ -176,38 +178,41 @@ class AnswerReader:
                     return at + 1, True
         return len(self._held), False
 
-    def _end_of_python(self) -> int:
-        """Return where the arguments of a call in Python end; -1 if they do not yet."""
-        depth = 0
-        for found in re.finditer(r'"(?:[^"\\]|\\.)*(?:"|\\?$)|[()\[\]{}]', self._held, re.DOTALL):
-            if found[0] in "([{":
-                depth += 1
-            elif found[0] in ")]}":
-                if not depth:
-                    return found.start()
-                depth -= 1
-        return -1
+    def _tagged(self, strings: frozenset[str]) -> tuple[dict[str, Any], str] | None:
+        """Return tagged arguments and the text after them; None until they are whole. Quoted values
+        may contain any tag."""
+        before, between, after = self._form.tools.tags
+        values: dict[str, Any] = {}
+        rest = self._held
+        while not rest.startswith(self._form.tools.end):
+            name, found, rest = rest.removeprefix(before).partition(between)
+            if name in strings:
+                values[name], ended, rest = rest.partition(after)
+                if not ended:
+                    return None
+                continue
+            try:
+                values[name], end = _DECODER.raw_decode(rest)
+            except ValueError:
+                return None
+            if not found or not rest.startswith(after, end):
+                return None
+            rest = rest[end + len(after) :]
+        return values, rest
 
-
-def _tagged(raw: str, tags: tuple[str, str, str], strings: frozenset[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    before, between, after = tags
-    for part in raw.split(before)[1:]:
-        name, _, rest = part.partition(between)
-        value = rest[: rest.rfind(after)] if after in rest else rest
-        values[name] = value if name in strings else json.loads(value)
-    return values
-
-
-def _pythonic(raw: str, _tags: tuple[str, str, str], _strings: frozenset[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    decoder = json.JSONDecoder()
-    while raw:
-        name, _, rest = raw.partition("=")
-        word = re.match(r"True|False|None", rest)
-        if word:
-            values[name], end = _PYTHON[word[0]], word.end()
-        else:
-            values[name], end = decoder.raw_decode(rest)
-        raw = rest[end:].removeprefix(", ")
-    return values
+    def _pythonic(self) -> tuple[dict[str, Any], str] | None:
+        """Return the arguments of a call in Python and the text after them; None until they are
+        whole."""
+        values: dict[str, Any] = {}
+        rest = self._held
+        while not rest.startswith(self._form.tools.end):
+            name, found, rest = rest.removeprefix(", ").partition("=")
+            word = re.match(r"True|False|None", rest)
+            try:
+                values[name], end = (_PYTHON[word[0]], word.end()) if word else _DECODER.raw_decode(rest)
+            except ValueError:
+                return None
+            if not found or not rest[end:].startswith((",", self._form.tools.end)):
+                return None
+            rest = rest[end:]
+        return values, rest

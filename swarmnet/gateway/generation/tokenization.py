@@ -20,6 +20,7 @@ from swarmnet.gateway.generation.template_inputs import (
 from swarmnet.gateway.generation.tool_formats import AnswerForm, form_of
 from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_client.model.grammar import BadGrammar, Grammar, GrammarCompiler
+from swarmnet_client.model.sampling import word_ids
 from swarmnet_protocols.models.text.chat_template import TemplateFailed, TemplateRefused, render_chat
 
 CHARS_PER_TOKEN = 64
@@ -89,25 +90,25 @@ class PromptTokenizer:
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """Return the token ids of ``text``. Raises ``ApiError`` for a text that is far too long for
         the context."""
-        return await self._run(self._encode, text, special_tokens)
+        return await self.run(self._encode, text, special_tokens)
 
     async def encode_chat(self, chat: ChatPrompt, *, generation_prompt: bool) -> list[int]:
         """Return the token ids of a chat in the model's template. Raises ``ApiError`` if the
         template is missing, fails or refuses it."""
-        return await self._run(self._encode_chat, chat, generation_prompt)
+        return await self.run(self._encode_chat, chat, generation_prompt)
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of words, at the beginning of a text and within."""
-        return await self._run(self._encode_words, words) if words else ()
+        return await self.run(word_ids, words, self._served.tokenizer) if words else ()
 
     async def prepare(self, chat: ChatPrompt, output: OutputFormat | None) -> PreparedPrompt:
         """Return the token ids of a chat, and how its answer is written and read. Raises
         ``ApiError``, also for tools and formats that no grammar can express."""
-        return await self._run(self._prepare, chat, output)
+        return await self.run(self._prepare, chat, output)
 
     async def prepare_text(self, prompt: str | list[int], output: OutputFormat | None) -> PreparedPrompt:
         """Return the token ids of a text, and the grammar of its answer. Raises ``ApiError``."""
-        return await self._run(self._prepare_text, prompt, output)
+        return await self.run(self._prepare_text, prompt, output)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``, special tokens included."""
@@ -120,7 +121,8 @@ class PromptTokenizer:
         if ids and max(ids) >= vocab_size:
             raise ApiError(400, f"token ids go up to {vocab_size - 1}", "invalid_value", param=param)
 
-    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+    async def run(self, function: Callable[..., T], *arguments: object) -> T:
+        """Call ``function`` in the thread, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     @property
@@ -134,15 +136,6 @@ class PromptTokenizer:
             )
         ids: list[int] = self._served.tokenizer.encode(text, add_special_tokens=special_tokens)
         return ids
-
-    def _encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        encode = self._served.tokenizer.encode
-        found = (
-            tuple(encode(text, add_special_tokens=False))
-            for word in words
-            for text in (word, " " + word.lstrip())
-        )
-        return tuple(dict.fromkeys(ids for ids in found if ids))
 
     def _is_too_long(self, text: str) -> bool:
         """Return whether a long text exceeds the context, even without the tokens that cutting it

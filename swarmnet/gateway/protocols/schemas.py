@@ -97,6 +97,10 @@ Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]], F
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 BiasedToken = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
+MinP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
+BadWords = Annotated[list[Stop], Field(fail_fast=True), at_most(MAX_BAD_WORDS)]
 
 
 class StrictModel(BaseModel):
@@ -216,10 +220,10 @@ class GenerationBody(StrictModel):
     """vLLM's parameter: generate ``max_tokens`` tokens, past end tokens."""
     user: str = Field("", max_length=MAX_OWNER_CHARS)
     """OpenAI's id of the end user. Prompts of different users never share caches."""
-    top_k: int = Field(0, ge=-1, lt=1 << 31)
-    min_p: float = Field(0, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float = Field(1, gt=0, le=10, allow_inf_nan=False)
-    bad_words: Annotated[list[Stop], Field(fail_fast=True), at_most(MAX_BAD_WORDS)] = []
+    top_k: TopK = 0
+    min_p: MinP = 0
+    repetition_penalty: RepetitionPenalty = 1
+    bad_words: BadWords = []
     """vLLM's parameter: texts that the answer never contains."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -483,6 +483,12 @@ def test_this_users_commands_get_tokens_and_hosts(tiny: Reference) -> None:
         answer = await caller.http.post(PATH, json=body, headers=own)
         lines = [json.loads(line) for line in answer.text.splitlines()]
         assert [line["token"] for line in lines if "token" in line] == tiny.greedy(PROMPT, TOKENS)
+        rules = {"repetition_penalty": 1.8, "bad_words": [words(tiny.greedy(PROMPT, 1))]}
+        answer = await caller.http.post(PATH, json=body | rules | {"biases": [[11, 3.0]]}, headers=own)
+        varied = await caller.complete(PROMPT, max_tokens=TOKENS, **rules, logit_bias={"11": 3.0})
+        found = "".join(json.loads(line).get("text", "") for line in answer.text.splitlines())
+        assert found.split() == varied.json()["choices"][0]["text"].split()
+        assert found.split() != words(tiny.greedy(PROMPT, TOKENS)).split()
         beyond = await caller.http.post(PATH, json=body | {"ids": [1 << 20]}, headers=own)
         assert refused(beyond) == (400, "ids", "invalid_value")
         assert [hop[1:] for hop in end["report"]["route"]] == [[0, 2], [2, 4], [4, 6]]

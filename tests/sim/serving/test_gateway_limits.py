@@ -176,6 +176,27 @@ def test_only_health_needs_no_key(tiny: Reference) -> None:
     served(tiny, scenario, keys={"alice": "alices-key"})
 
 
+def test_each_protocol_hears_refusals_in_its_own_shape(tiny: Reference) -> None:
+    """Also those that no endpoint sees: a wrong key, and a body that is too long."""
+
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        found = []
+        for path in ("/v1/messages", "/api/chat", "/v1/responses"):
+            for key, body in (("wrong", b"{}"), ("alices-key", bytes(1 << 20))):
+                headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+                answer = await caller.http.post(path, content=body, headers=headers)
+                found.append((answer.status_code, answer.json()))
+        return found
+
+    found = served(tiny, scenario, keys={"alice": "alices-key"})
+    assert [status for status, _ in found] == [401, 413] * 3
+    bodies = [body for _, body in found]
+    assert all(body["type"] == "error" for body in bodies[:2])
+    assert [body["error"]["type"] for body in bodies[:2]] == ["authentication_error", "request_too_large"]
+    assert all(isinstance(body["error"], str) for body in bodies[2:4])
+    assert [body["error"]["code"] for body in bodies[4:]] == ["invalid_api_key", "body_too_large"]
+
+
 @defence("a quota is checked before the body is read", off=replacing(QuotaTracker, "check", nothing))
 def test_a_key_beyond_its_quota_is_refused_before_its_body_is_read(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:

@@ -3,14 +3,18 @@
 import asyncio
 import json
 import random
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 
+from swarmnet_protocols.machine.aio import in_background
 from tests.support.models.letters import load_letters
-from tests.support.swarm.gateway import SPANS, Caller, chat_body, events_of, served
+from tests.support.swarm.gateway import SPANS, TEMPLATE, Caller, chat_body, events_of, served
 from tests.support.swarm.swarm_lab import Lab, Reference
 
 SCHEMA = {
@@ -85,38 +89,181 @@ def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
     return {"type": kind}
 
 
-async def checked(caller: Caller, seed: int) -> int:
-    """Ask for random schemas in four ways, and return how many whole answers were valid."""
+@dataclass(frozen=True)
+class Asked:
+    """A random request. ``check`` raises for a complete answer that does not do what it must."""
+
+    fields: dict[str, Any]
+    check: Callable[["Said"], None]
+
+
+@dataclass
+class Said:
+    """A message: its text, and the names and arguments of its calls."""
+
+    text: str = ""
+    calls: list[list[str]] = field(default_factory=list)
+    reason: str = ""
+
+    @classmethod
+    def whole(cls, choice: dict[str, Any]) -> "Said":
+        message = choice["message"]
+        calls = [
+            [call["function"]["name"], call["function"]["arguments"]]
+            for call in message.get("tool_calls") or ()
+        ]
+        return cls(message["content"] or "", calls, choice["finish_reason"])
+
+    @classmethod
+    def streamed(cls, events: list[dict[str, Any]]) -> "Said":
+        said = cls()
+        for choice in (choice for event in events for choice in event["choices"]):
+            said.reason = choice["finish_reason"] or said.reason
+            said.text += choice["delta"].get("content") or ""
+            for part in choice["delta"].get("tool_calls") or ():
+                if part["index"] == len(said.calls):
+                    said.calls.append([part["function"]["name"], ""])
+                said.calls[part["index"]][1] += part["function"].get("arguments", "")
+        return said
+
+
+def random_format(seed: int) -> Asked:
     schema = {"type": "object", "properties": {"a": random_schema(random.Random(seed))}, "required": ["a"]}
     schema["additionalProperties"] = False
-    valid = 0
-    for temperature in (0.0, 1.2):
-        fields = {"max_tokens": 600, "temperature": temperature, "seed": seed, "ignore_eos": False}
-        fields["response_format"] = format_of(schema)
-        answer = await caller.chat(**fields)
+    return Asked(
+        {"response_format": format_of(schema)},
+        lambda said: jsonschema.validate(json.loads(said.text), schema),
+    )
+
+
+def random_tools(seed: int) -> Asked:
+    """Tools with random names and nested arguments, which may, must or must not be called."""
+    chance = random.Random(seed)
+    letters = string.ascii_letters + string.digits + "_-."
+    names = {
+        "".join(chance.choices(letters, k=chance.choice([1, 5, 64]))) for _ in range(chance.randrange(1, 6))
+    }
+    schemas = {}
+    for name in sorted(names):
+        arguments = chance.sample(
+            ["name", "size", "kind of it", "tags", "\u00fcber", "x"], chance.randrange(5)
+        )
+        schemas[name] = {
+            "type": "object",
+            "properties": {each: random_schema(chance, 1) for each in arguments},
+            "required": [each for each in arguments if chance.random() < 0.7],
+            "additionalProperties": False,
+        }
+    named, is_parallel = chance.choice([*schemas]), chance.random() < 0.5
+    choice = chance.choice(["auto", "required", {"type": "function", "function": {"name": named}}])
+    fields = {
+        "tools": [
+            {"type": "function", "function": {"name": name, "parameters": schema}}
+            for name, schema in schemas.items()
+        ],
+        "tool_choice": choice,
+        "parallel_tool_calls": is_parallel,
+    }
+
+    def check(said: Said) -> None:
+        assert is_parallel or len(said.calls) <= 1
+        assert choice == "auto" or said.calls
+        for name, arguments in said.calls:
+            assert choice in ("auto", "required") or name == named
+            jsonschema.validate(json.loads(arguments), schemas[name])
+        assert (said.reason == "tool_calls") == bool(said.calls)
+
+    return Asked(fields, check)
+
+
+async def answers(lab: Lab, caller: Caller, asked: Mapping[int, Asked]) -> int:
+    """Ask each question greedy and sampled, whole and streamed. Return how many complete answers
+    were checked.
+
+    While answers stream, a host of their chain is killed again and again, and comes back.
+    """
+    places = asyncio.Semaphore(8)
+    checked = 0
+
+    async def one(seed: int, temperature: float, *, stream: bool) -> Said:
+        fields = {"max_tokens": 400, "temperature": temperature, "seed": seed, "ignore_eos": False}
+        async with places:
+            answer = await caller.chat(stream=stream, **fields, **asked[seed].fields)
         assert answer.status_code == 200, (seed, answer.text)
-        choice = answer.json()["choices"][0]
-        streamed = events_of((await caller.chat(stream=True, **fields)).text)
-        text = "".join(event["choices"][0]["delta"].get("content", "") for event in streamed)
-        assert text == choice["message"]["content"], seed
-        if choice["finish_reason"] == "stop":
-            jsonschema.validate(json.loads(text), schema)
-            valid += 2
-    return valid
+        return Said.streamed(events_of(answer.text)) if stream else Said.whole(answer.json()["choices"][0])
+
+    async def kill() -> None:
+        names = {lab.peer_id(name): name for name in ("b", "b2")}
+        while True:
+            await asyncio.sleep(0.3)
+            for group in caller.gateway.served.batcher._groups:
+                name = names[group.report.route[1][0]]
+            await lab.stop(name)
+            await asyncio.sleep(0.3)
+            await lab.start(name, lab.hosting(SPANS["b"]))
+
+    turns = [(seed, temperature) for seed in asked for temperature in (0.0, 1.2)]
+    found = await asyncio.gather(*(one(*turn, stream=False) for turn in turns))
+    async with in_background(kill()):
+        streamed = await asyncio.gather(*(one(*turn, stream=True) for turn in turns))
+    for turn, whole, again in zip(turns, found, streamed, strict=True):
+        assert whole == again, turn
+        if whole.reason != "length":
+            try:
+                asked[turn[0]].check(whole)
+            except Exception as error:
+                error.add_note(f"seed and temperature {turn}: {whole}")
+                raise
+            checked += 1
+    return checked
 
 
-@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 500), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 500), marks=pytest.mark.thorough)])
 def test_answers_to_random_schemas_are_valid(letters: Reference, seeds: range) -> None:
-    async def scenario(_lab: Lab, caller: Caller) -> int:
-        places = asyncio.Semaphore(8)
+    async def scenario(lab: Lab, caller: Caller) -> int:
+        checked = await answers(lab, caller, {seed: random_format(seed) for seed in seeds})
+        assert caller.gateway.served.batcher.failovers
+        return checked
 
-        async def one(seed: int) -> int:
-            async with places:
-                return await checked(caller, seed)
+    assert served(letters, scenario, {**SPANS, "b2": SPANS["b"]}, limit_s=1e5) > 1.5 * len(seeds)
 
-        return sum(await asyncio.gather(*map(one, seeds)))
 
-    assert served(letters, scenario) > 3 * len(seeds)
+FAMILIES = {
+    "Hermes": "",
+    "Qwen-Coder": "tools <tool_call> <function= <parameter=",
+    "GLM": "tools <tool_call> <arg_key>",
+    "Llama": 'tools <|python_tag|> "parameters": ',
+    "calls in Python": "tools [func_name1(",
+    "Mistral": "tools [TOOL_CALLS]",
+    "Mistral with arguments": "tools [TOOL_CALLS] [ARGS]",
+    "DeepSeek": "tools <\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "DeepSeek with fences": "tools <\uff5ctool\u2581calls\u2581begin\uff5c> ```json",
+    "Harmony": "tools <|channel|> <|message|>",
+}
+"""Texts in a chat template that show how a family of models writes calls."""
+
+
+@pytest.mark.parametrize(
+    "families",
+    [
+        ("Hermes", "GLM", "calls in Python"),
+        *(pytest.param([name], marks=pytest.mark.thorough) for name in FAMILIES),
+    ],
+)
+def test_calls_of_random_tools_are_valid(letters: Reference, families: Sequence[str]) -> None:
+    count = 20 if len(families) == 1 else 1
+
+    async def scenario(lab: Lab, caller: Caller) -> int:
+        checked = 0
+        for name in families:
+            number, marks = [*FAMILIES].index(name), FAMILIES[name]
+            caller.gateway.served.tokenizer.chat_template = TEMPLATE + "{# " + marks + " #}"
+            seeds = range(number * count, (number + 1) * count)
+            checked += await answers(lab, caller, {seed: random_tools(seed) for seed in seeds})
+        assert caller.gateway.served.batcher.failovers
+        return checked
+
+    assert served(letters, scenario, {**SPANS, "b2": SPANS["b"]}, limit_s=1e5) > len(families) * count
 
 
 def test_a_schema_holds_while_a_host_is_killed(letters: Reference) -> None:

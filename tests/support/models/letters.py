@@ -11,7 +11,7 @@ from swarmnet_protocols.models import resolve
 from tests.support.swarm.swarm_lab import Reference
 
 SPECIAL = (
-    "<|end|>",
+    "<|stop|>",
     "<|start|>",
     "<tool_call>",
     "</tool_call>",
@@ -42,7 +42,7 @@ def load_letters(directory: Path) -> Reference:
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
     words.add_tokens([AddedToken(text, special=text.startswith(("<|", "["))) for text in SPECIAL])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|stop|>", pad_token="<|stop|>")
     size = len(vocabulary) + len(SPECIAL)
     config = LlamaConfig(
         vocab_size=size + 6,

@@ -9,13 +9,14 @@ from typing import Any
 
 import httpx
 
-from swarmnet.gateway.app import Gateway
+from swarmnet.gateway.app import Gateway, refusal
 from swarmnet.gateway.quotas import Quota
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
 from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.timing import Timing
+from tests.support.network.memory_network import LinkProfile
 from tests.support.swarm.swarm_lab import EPOCH, Lab, Reference, simulate
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}w9{% endif %}"
@@ -141,7 +142,7 @@ async def gateway(
         served = Gateway(model, quota or Quota(), clock=lambda: EPOCH + asyncio.get_running_loop().time())
         stack.callback(served.close)
         access = AccessPolicy(ApiKeys(keys or {}), public_paths=["/health"])
-        app = protect(served.app(), access, max_body_bytes=served.parser.max_bytes)
+        app = protect(served.app(), access, max_body_bytes=served.parser.max_bytes, refusal=refusal)
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
         await stack.enter_async_context(http)
         # until the nodes' announcements have been read
@@ -155,6 +156,8 @@ def served(
     spans: dict[str, Any] = SPANS,
     *,
     timing: Timing | None = None,
+    link: LinkProfile | None = None,
+    limit_s: float = 120.0,
     **options: Any,
 ) -> Any:
     """Run ``scenario`` in a lab with nodes and a gateway; returns its result."""
@@ -164,7 +167,8 @@ def served(
         async with gateway(lab, **options) as caller:
             return await scenario(lab, caller)
 
-    return simulate(tiny, within, timing=timing or Timing())
+    lab = {} if link is None else {"link": link}
+    return simulate(tiny, within, timing=timing or Timing(), limit_s=limit_s, **lab)
 
 
 def words(ids: list[int]) -> str:

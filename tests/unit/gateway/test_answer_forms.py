@@ -119,6 +119,30 @@ def test_a_text_may_turn_into_a_call(speaker: Speaker, name: str) -> None:
     assert choice.calls
 
 
+@pytest.mark.parametrize("name", ["GLM", "QWEN_CODER", "PYTHONIC", "HERMES"])
+def test_values_may_contain_the_marks_of_calls(speaker: Speaker, name: str) -> None:
+    """Also when the answer comes letter by letter."""
+    tools = getattr(tool_formats, name)
+    values = {"city": 'a "town', "list": [f"x{tools.end}{tools.tags[0]}b=1)\\"], "metric": False}
+    strings = {"weather": frozenset({"city"})}
+    if tools.arguments == "tags":
+        before, between, after = tools.tags
+        texts = [f"{before}city{between}{values['city']}{after}"]
+        texts += [f"{before}{key}{between}{json.dumps(values[key])}{after}" for key in ("list", "metric")]
+        body = "".join(texts)
+    elif tools.arguments == "python":
+        body = f"city={json.dumps(values['city'])}, list={json.dumps(values['list'])}, metric=False"
+    else:
+        body = json.dumps(values)
+    answer = f"{tools.marker}{tools.first}{tools.begin}weather{tools.middle}{body}{tools.end}{tools.close}"
+    for pieces in (answer, [answer]):
+        reader = AnswerReader(0, AnswerForm(tools), calls=True, strings=strings)
+        events = [event for piece in pieces for event in reader.push(piece)]
+        (choice,) = whole_choices([*events, *reader.flush()])
+        assert [json.loads(call.arguments) for call in choice.calls] == [values]
+        assert choice.text == ""
+
+
 def test_thoughts_end_within_their_budget(speaker: Speaker) -> None:
     form = AnswerForm(think=("<think>", "</think>"))
     chat = ChatPrompt((), reasoning=Reasoning(budget=8))

@@ -27,6 +27,9 @@ class _Bytes:
     def decode(self, tokens: list[int], **_: object) -> str:
         return bytes(tokens).decode(errors="replace")
 
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [*text.encode()]
+
 
 class _Answerer:
     """Answers with ``reply`` and reports one failover."""
@@ -123,9 +126,9 @@ class _Transformer:
     ("stated", "temperature", "expected"),
     [
         ({}, 0.0, {"do_sample": False}),
-        ({}, 0.5, {"do_sample": True, "temperature": 0.5, "top_p": 0.95}),
-        ({}, None, {"do_sample": True, "temperature": 0.7, "top_p": 0.95}),
-        ({"do_sample": True, "temperature": 0.2}, None, {"do_sample": True}),
+        ({}, 0.5, {"do_sample": True, "temperature": 0.5, "top_p": 0.95, "top_k": 0}),
+        ({}, None, {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 0}),
+        ({"do_sample": True, "temperature": 0.2}, None, {"do_sample": True, "top_k": 0}),
     ],
 )
 def test_a_transformers_model_samples_as_it_is_told(
@@ -135,6 +138,17 @@ def test_a_transformers_model_samples_as_it_is_told(
     ModelAnswerer(model).answer([1, 2], SamplingOptions(8, temperature, seed=3), tokens.append)
     assert tokens == [120]
     assert model.asked == {"max_new_tokens": 8, "speculate": True} | expected
+
+
+def test_a_transformers_model_hears_every_rule_of_sampling() -> None:
+    model = _Transformer()
+    rules = SamplingOptions(
+        8, 0.5, top_k=4, min_p=0.1, repetition_penalty=1.2, bad_words=["no"], logit_bias=["5=-1.5"]
+    )
+    ModelAnswerer(model).answer([1, 2], rules, lambda _: None)
+    expected = {"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.2, "sequence_bias": [[[5], -1.5]]}
+    assert model.asked.items() >= expected.items()
+    assert [*b"no"] in model.asked["bad_words_ids"]
 
 
 def test_an_answer_ends_where_the_context_does() -> None:

@@ -127,6 +127,7 @@ def test_an_endpoint_that_fails_within_an_answer_is_an_error(end: Any) -> None:
 
 
 WORDS = Vocabulary(None, 97, (), {})
+VARIED = SamplingOptions(8, top_k=4, min_p=0.1, bad_words=["no"], logit_bias=["5=-1.5"])
 
 
 def test_a_chat_sends_its_tokens_to_an_endpoint() -> None:
@@ -137,8 +138,13 @@ def test_a_chat_sends_its_tokens_to_an_endpoint() -> None:
         answerer.answer(
             [1, 2, 3], SamplingOptions(8), tokens.append, prefilled=lambda *far: reads.append(far)
         )
-    assert asked[0][2] == {"ids": [1, 2, 3], "max_new_tokens": 8, "speculate": True}
-    assert (tokens, reads) == ([5, 6], [(2, 4)])
+        answerer.answer([1], VARIED, tokens.append)
+    usual = {"max_new_tokens": 8, "speculate": True}
+    assert [body for _, _, body in asked] == [
+        {"ids": [1, 2, 3]} | usual,
+        {"ids": [1], "top_k": 4, "min_p": 0.1, "bad_words": ["no"], "biases": [[5, -1.5]]} | usual,
+    ]
+    assert (tokens, reads) == ([5, 6, 5, 6], [(2, 4)])
     assert (answerer.report.trips, answerer.report.failovers) == (2, 1)
 
 

@@ -3,17 +3,28 @@ prompts share a step; and sampling."""
 
 import math
 import random
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.batching.continuous_batching import BatchLimits, Load, may_start, may_wait, retry_after_s
 from swarmnet_client.batching.prefix_reuse import MIN_SHARED, RunningSequence, pick_sequence
 from swarmnet_client.batching.sequences import share
-from swarmnet_client.model.sampling import NUCLEUS, Draw, Sampling, Token, choose
+from swarmnet_client.model.sampling import (
+    NUCLEUS,
+    Draw,
+    Sampling,
+    Token,
+    changed_scores,
+    choose,
+    distribution,
+)
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import IntegrityError
 from tests.support.models.rounding import UNIT
@@ -144,6 +155,47 @@ def test_penalties_and_biases_follow_the_formula_of_openai() -> None:
             choose(row[None], [Draw(Sampling(2.0, seed=5), position)])[0].id for row in (changed, scores[2])
         ]
     assert np.array_equal(scores, before)
+
+
+RULES: list[dict[str, Any]] = [
+    {},
+    {"top_k": 5},
+    {"min_p": 0.2},
+    {"top_k": 30, "top_p": 0.6, "min_p": 0.1},
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.6, "biases": ((3, 4.0), (5, -2.0), (11, 90.0))},
+    {"bad_words": ((3,), (7, 8), (9, 7, 6), (8, 4))},
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_sampling_equals_the_processors_of_transformers(rules: dict[str, Any]) -> None:
+    """Each rule alone, and several in one order."""
+    sampling = Sampling(0.8, **rules)
+    prompt, answer = [2, 3, 5, 11], [9, 7, 7, 20]
+    (scores,) = rows(1, 200)
+    draw = Draw(sampling, 4, Counter(answer), frozenset(prompt), answer[-3:])
+    config = GenerationConfig(
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p or None,
+        repetition_penalty=sampling.repetition_penalty,
+        bad_words_ids=[[*word] for word in sampling.bad_words] or None,
+        sequence_bias=[[[token], bias] for token, bias in sampling.biases] or None,
+    )
+    config._eos_token_tensor = None
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    tiny = LlamaConfig(vocab_size=200, **sizes)
+    processors = LlamaForCausalLM(tiny)._get_logits_processor(config, len(prompt), device="cpu")
+    theirs = processors(torch.tensor([[*prompt, *answer]]), torch.from_numpy(scores[None].copy()))[0]
+    expected = theirs.double().softmax(-1).numpy()
+    found = np.zeros(200)
+    probabilities, tokens = distribution(changed_scores(scores[None], [draw])[0], sampling)
+    found[slice(None) if tokens is None else tokens[: len(probabilities)]] = probabilities
+    np.testing.assert_allclose(found / found.sum(), expected, rtol=1e-5, atol=1e-9)
+    assert (found == 0).tolist() == (expected == 0).tolist()
 
 
 def test_tokens_of_an_answer_are_counted_only_for_penalties() -> None:
