@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from swarmnet_node.training.data.sampler import target_count
-from swarmnet_node.training.pipeline.inner_steps import RoundEnds
 from swarmnet_node.training.pipeline.origin import MicrobatchOrigin
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
@@ -19,6 +18,7 @@ from swarmnet_protocols.net.protocol_ids import MICROBATCH
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.methods import Average
+from swarmnet_protocols.training.pipeline.ledger import Accounts, StepEnd, steps_are_over
 from tests.support.network.memory_network import Delivery
 from tests.support.network.virtual_time import run
 from tests.support.training.stages import StageLab, names, staged_job
@@ -136,15 +136,14 @@ def test_a_stage_goes_on_without_a_dead_worker(victim: str, tmp_path: Path) -> N
 
 def test_a_round_ends_when_its_origins_say_so() -> None:
     one, two = PeerId("one"), PeerId("two")
-    ends = RoundEnds({3: {one: False, two: False}})
-    ends.origins[3][one] = True
-    assert not ends.is_over(3)
-    ends.lose(3, two)  # its conversation broke
-    assert ends.is_over(3)
-    ends.lose(3, one)  # it has ended the round before
-    assert ends.is_over(3)
-    assert not ends.is_over(4)
-    ends.origins[5] = {two: True}
-    assert ends.is_over(4)
-    ends.forget(6)
-    assert not ends.is_over(4)
+    here, end = Accounts({one: {}, two: {}}), StepEnd((one,), 9)
+    told = {3: here}
+    here.ends[one] = end
+    assert not steps_are_over(told, 3)
+    here.lost.add(two)  # its conversation broke
+    assert steps_are_over(told, 3)
+    here.lost.add(one)  # it has ended the round before
+    assert steps_are_over(told, 3)
+    assert not steps_are_over(told, 4)
+    told[5] = Accounts({two: {}}, {two: end})
+    assert steps_are_over(told, 4)

@@ -12,13 +12,11 @@ microbatch whose later worker failed gives its place back. It is computed again 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 
 from swarmnet_node.training.pipeline.stage_passes import StagePasses
 from swarmnet_node.training.pipeline.turns import Turns, Urgency
 from swarmnet_node.training.replica import NO_STEPS, combined
 from swarmnet_node.training.steps.trainer import StepReport
-from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import refusal_pb2
 
@@ -28,31 +26,6 @@ again. With more, it is late for another worker of the stage."""
 IDLE_S = 2.0
 """Seconds that a worker without a microbatch waits at the end of a round. With less, a worker that
 is late hurries through rounds. With more, others of its stage wait for it."""
-
-
-@dataclass
-class RoundEnds:
-    """The ends of rounds, as origins told them to a worker. Pure."""
-
-    origins: dict[int, dict[PeerId, bool]] = field(default_factory=dict)
-    """Round → origin → True if all its microbatches of the round are home."""
-
-    def is_over(self, round: int) -> bool:
-        """Return whether a round is over: all origins that told of it have ended it, or one has
-        ended a later round."""
-        told = self.origins.get(round, {})
-        return (bool(told) and all(told.values())) or any(
-            any(ends.values()) for later, ends in self.origins.items() if later > round
-        )
-
-    def lose(self, round: int, origin: PeerId) -> None:
-        """Do not wait for an origin whose conversation about a round broke."""
-        if not self.origins.get(round, {}).get(origin, True):
-            del self.origins[round][origin]
-
-    def forget(self, round: int) -> None:
-        """Drop what was told about rounds before ``round``."""
-        self.origins = {each: ends for each, ends in self.origins.items() if each >= round}
 
 
 class InnerSteps:

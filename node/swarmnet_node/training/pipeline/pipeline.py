@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 
 from swarmnet_node.training.pipeline.audits import StageAuditor, WorkerStanding
-from swarmnet_node.training.pipeline.inner_steps import InnerSteps, RoundEnds
+from swarmnet_node.training.pipeline.inner_steps import InnerSteps
 from swarmnet_node.training.pipeline.origin import MicrobatchOrigin
 from swarmnet_node.training.pipeline.stage_passes import Boundary, KeptMicrobatch, StagePasses
 from swarmnet_node.training.pipeline.stage_workers import StagedJob, StageWorkers
@@ -39,6 +39,7 @@ from swarmnet_protocols.training.pipeline.ledger import (
     StepEnd,
     electors,
     lacking_tokens,
+    steps_are_over,
 )
 from swarmnet_protocols.training.pipeline.microbatches import (
     EVALUATED,
@@ -149,7 +150,6 @@ class Pipeline:
         """Sets ``_is_late`` after a while. None until ``stop``."""
         self._news = asyncio.Condition()
         self._last_step = inner_steps
-        self._ends = RoundEnds()
         self._inner = InnerSteps(passes, self._turns, self._news) if inner_steps else None
 
     @property
@@ -208,7 +208,7 @@ class Pipeline:
     async def advance(self, round: int, state: bytes) -> None:
         """Begin ``round`` with the present weights, of the stage's ``state``."""
         self._round = round
-        self._ends.forget(round)
+        self._accounts = {each: accounts for each, accounts in self._accounts.items() if each >= round}
         if self._inner is not None:  # microbatches are for whatever weights are here
             for kept in self._kept.values():
                 kept.drop_graph()
@@ -218,7 +218,6 @@ class Pipeline:
         self._kept = {id: kept for id, kept in self._kept.items() if id.round >= round - 1}
         for kept in self._kept.values():
             kept.graph = kept.leaf = None
-        self._accounts = {each: accounts for each, accounts in self._accounts.items() if each >= round}
         self._attempts = {}
         self._settled = None
         await self._notify()
@@ -281,7 +280,7 @@ class Pipeline:
             first,
             None if is_last else end,
             max(1, int(share + 0.5)),
-            lambda: self._last_round is not None or self._ends.is_over(round),
+            lambda: self._last_round is not None or steps_are_over(self._accounts, round),
         )
         return None if self._last_round is not None else report
 
@@ -327,7 +326,7 @@ class Pipeline:
 
     def is_discarded(self, round: int) -> bool:
         """Return whether stage 0 has discarded a round. Then every stage discards it."""
-        end = self._accounts[round].end() if round in self._accounts else None
+        end = self._accounts[round].end() if self.is_in_step and round in self._accounts else None
         return end is not None and not end.tokens
 
     async def ended(self, round: int, exchange_number: int, outcome: Outcome) -> int | None:
@@ -564,7 +563,6 @@ class Pipeline:
             await race(converse(), stream.send_heartbeats(self.job.timing.heartbeat_s, lambda: heartbeat))
         finally:
             self._hearing -= 1
-            self._ends.lose(round, stream.peer)
             if round in self._accounts:
                 self._accounts[round].lost.add(stream.peer)
             await self._notify()
@@ -575,10 +573,8 @@ class Pipeline:
 
     async def _note(self, stream: ToOrigin, round: int, listed: dict[int, int]) -> None:
         origin = stream.peer
-        if self._inner is not None:
-            await self._note_end(stream, round)
         while True:
-            if round >= self._round:
+            if self._is_near(round):
                 self._accounts_of(round).list(origin, listed)
                 missing = [number for number in listed if not self._has(MicrobatchId(round, origin, number))]
                 excluded = sorted(self._standing.excluded.keys() & self._workers.of(self._stage).keys())
@@ -586,7 +582,7 @@ class Pipeline:
                 await self._notify()
             request, _ = await stream.receive()
             while request.HasField("end"):
-                if round >= self._round:
+                if self._is_near(round):
                     self._accounts_of(round).ends[origin] = end_from_wire(request.end)
                     await self._notify()
                 request, _ = await stream.receive()
@@ -594,19 +590,9 @@ class Pipeline:
             if request.listing.round != round:
                 raise ProtocolViolation("the listing of another round")
 
-    async def _note_end(self, stream: ToOrigin, round: int) -> None:
-        """Note when an origin ends a round. Nothing is listed."""
-        if self._round <= round <= self._round + MAX_AHEAD:
-            self._ends.origins.setdefault(round, {})[stream.peer] = False
-        await stream.send(pb.StepReply(listed=pb.Listed()))
-        request, _ = await stream.receive()
-        if not request.HasField("end"):
-            raise ProtocolViolation("a listing, but this job's method counts what passes through")
-        if stream.peer in self._ends.origins.get(round, {}):
-            self._ends.origins[round][stream.peer] = True
-            await self._notify()
-        await stream.receive()
-        raise ProtocolViolation("an unexpected message of an origin")
+    def _is_near(self, round: int) -> bool:
+        """Return whether what an origin tells about a round is remembered."""
+        return self._round <= round <= self._round + MAX_AHEAD
 
     async def _say(self, stream: ToOrigin, round: int) -> None:
         said: tuple[PeerId, ...] | None = None

@@ -131,6 +131,19 @@ class Accounts:
         }
 
 
+def steps_are_over(accounts: Mapping[int, Accounts], round: int) -> bool:
+    """Return whether the inner steps of a round are over, in a job whose origins list nothing.
+
+    All origins that told of the round have ended it, or one has ended a later round. A worker does
+    not wait for an origin whose conversation broke.
+    """
+    if any(each.ends for later, each in accounts.items() if later > round):
+        return True
+    here = accounts.get(round, Accounts())
+    told = here.lists.keys() - (here.lost - here.ends.keys())
+    return bool(told) and told <= here.ends.keys()
+
+
 def lacking_tokens(end: StepEnd, tokens: float, attempt: int) -> int | None:
     """Return how many tokens an exchange with ``tokens`` lacks, or None if its stage repeats it.
 
