@@ -35,7 +35,7 @@ from swarmnet_protocols.directory.expert_announcements import (
 )
 from swarmnet_protocols.directory.node_reports import describe_experts
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import News, race
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
 from swarmnet_protocols.net.limits.resources import Scope
@@ -96,8 +96,8 @@ class ExpertService:
         """Requests computed since the start."""
         self.streams = 0
         """Open streams."""
-        self._changed = asyncio.Condition()
-        """Notified when ``streams`` or ``_changes`` changes."""
+        self._changed = News()
+        """Told when ``streams`` or ``_changes`` changes."""
         self._changes = 0
         """Number of changes of the offered experts since the start."""
         self._told: tuple[int, pb.ExpertsReply] | None = None
@@ -160,8 +160,7 @@ class ExpertService:
 
     async def _note_change(self) -> None:
         self._changes += 1
-        async with self._changed:
-            self._changed.notify_all()
+        await self._changed.tell()
 
     def announcement(
         self, dependencies: Dependencies, hosted: Hosted, state: "records_pb2.HostState"
@@ -210,15 +209,13 @@ class ExpertService:
             finally:
                 self.streams -= 1
                 del self._rows[slot]
-                async with self._changed:
-                    self._changed.notify_all()
+                await self._changed.tell()
 
     async def leave(self) -> None:
         """Refuse new streams, tell hosts to close theirs, and return when none is open."""
         self._is_leaving = True
         await self._note_change()
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.streams == 0)
+        await self._changed.until(lambda: self.streams == 0)
 
     async def _attach(self, stream: ExpertsStream) -> None:
         request, _ = await stream.receive()

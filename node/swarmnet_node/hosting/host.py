@@ -25,7 +25,7 @@ The path of a step of a session:
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_node.engine.engine import Engine
@@ -46,7 +46,7 @@ from swarmnet_node.hosting.session import (
 from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, idle, slot_to_evict
 from swarmnet_protocols.directory.host_announcements import signed_addresses
 from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation
-from swarmnet_protocols.machine.aio import all_of, race
+from swarmnet_protocols.machine.aio import News, all_of, race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
@@ -119,7 +119,7 @@ class Host:
         self._pending_link_slots = Slots(self._system, Resource.PENDING_LINKS)
         self._passes: Counter[Engine] = Counter()
         """Running passes of each engine."""
-        self._changed = asyncio.Condition()
+        self._changed = News()
 
     async def serve(self) -> None:
         """Accept sessions, links, passes, adapters and pings until the transport closes."""
@@ -171,9 +171,7 @@ class Host:
             for session in self.sessions:
                 if now >= since + IDLE_S and session.slot.is_idle(now):
                     session.end(leaving())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LEAVE_LOOK_S), self._changed:
-                    await self._changed.wait_for(is_free)
+            await self._changed.until(is_free, LEAVE_LOOK_S)
 
     def move(self, blocks: ServedBlocks) -> None:
         """Serve ``blocks`` from now on.
@@ -199,15 +197,11 @@ class Host:
                 if session.engine is engine and (is_former or not self.blocks.have(session.span))
             ]
 
-        async def drained() -> None:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not left() and not (is_former and self._passes[engine]))
+        def drained() -> bool:
+            return not left() and not (is_former and self._passes[engine])
 
         await all_of(*(session.announce_leaving(moves=True) for session in left()))
-        try:
-            async with asyncio.timeout(within_s):
-                await drained()
-        except TimeoutError:
+        if not await self._changed.until(drained, within_s):
             for session in left():
                 session.end(Refusal(refusal_pb2.REASON_LEAVING, "this host serves other blocks now"))
                 await session.freed.wait()
@@ -224,7 +218,7 @@ class Host:
                 self._refuse(client, refusal)
                 return
             self._sessions[session.id] = session
-            await self._notify_changed()
+            await self._changed.tell()
             try:
                 await session.run()
             except DeadlineExceeded:
@@ -232,7 +226,7 @@ class Host:
                 raise
             finally:
                 del self._sessions[session.id]
-                await self._notify_changed()
+                await self._changed.tell()
 
     async def _resume_session(self, wanted: pb.Resume, client: SessionStream) -> None:
         session = self._sessions.get(wanted.session)
@@ -240,10 +234,6 @@ class Host:
             self._refuse(client, Refusal(refusal_pb2.REASON_UNKNOWN_SESSION, "no such session"))
             return
         await session.resume(client)
-
-    async def _notify_changed(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
     def _admit(self, request: pb.SessionRequest, client: SessionStream, held: ExitStack) -> HostedSession:
         if not request.HasField("open"):
@@ -381,7 +371,7 @@ class Host:
             finally:
                 # Removes the entry at 0, which would keep the engine's weights in memory.
                 self._passes -= Counter([engine])
-                await self._notify_changed()
+                await self._changed.tell()
 
     async def _serve_upload(self, client: AdapterStream) -> None:
         request, _ = await client.receive()
@@ -421,15 +411,11 @@ class Host:
         if session is not None:
             return session
 
-        async def wait() -> None:
-            async with self._changed:
-                await self._changed.wait_for(lambda: session_id in self._sessions)
-
         slot = Slot.of(stream)
         try:
             async with asyncio.timeout(self.timing.link_wait_s):
                 with self._pending_link_slots.acquire(slot, stream.scope):
-                    await race(wait(), slot.eviction())
+                    await race(self._changed.until(lambda: session_id in self._sessions), slot.eviction())
                 return self._sessions[session_id]
         except TimeoutError:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_SESSION, "no such session") from None

@@ -22,6 +22,24 @@ A loop that ran longer than this before it failed restarts after ``RESTART_S`` a
 """
 
 
+class News(asyncio.Condition):
+    """Changes for which several tasks wait."""
+
+    async def tell(self) -> None:
+        """Wake all that wait."""
+        async with self:
+            self.notify_all()
+
+    async def until(self, is_so: Callable[[], bool], within_s: float | None = None) -> bool:
+        """Wait until ``is_so()``. Return False if it is not so ``within_s``."""
+        try:
+            async with asyncio.timeout(within_s), self:
+                await self.wait_for(is_so)
+                return True
+        except TimeoutError:
+            return False
+
+
 async def race(*runners: Awaitable[T]) -> T:
     """Run all until the first ends, and cancel the others. Returns its result or raises its error.
 

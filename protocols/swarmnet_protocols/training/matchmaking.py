@@ -39,7 +39,7 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation, StreamEnded, SwarmnetError
-from swarmnet_protocols.machine.aio import all_of, in_background, race
+from swarmnet_protocols.machine.aio import News, all_of, in_background, race
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.net.typed_stream import TypedStream
@@ -177,7 +177,7 @@ class Matchmaking:
         """Whether this worker leads its neighbours, has all of them, and waits for others."""
         self._rng = random.Random(transport.peer_id)
         self._own = OwnCoordinate(self._rng)
-        self._changed = asyncio.Condition()
+        self._changed = News()
 
     async def serve(self) -> None:
         """Accept followers until the transport closes."""
@@ -486,14 +486,11 @@ class Matchmaking:
                 if workers and here.isdisjoint(each.peer for each in workers)
             }
 
-        async def enough() -> None:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not missing())
-
         try:
             async with asyncio.timeout(timeout_s):
                 rival = self._until_rival_of(mine.member.peer)
-                await race(rival, enough(), self._probe_missing(mine, missing))
+                enough = self._changed.until(lambda: not missing())
+                await race(rival, enough, self._probe_missing(mine, missing))
         except TimeoutError:
             pass  # workers that have not come in time are not in this round
         finally:
@@ -525,8 +522,7 @@ class Matchmaking:
             for peer, position in others.items():
                 if position.round > self.position.round or len(others) > len(here):
                     raise OutOfSync(peer, position)
-            async with self._changed:
-                self._changed.notify_all()
+            await self._changed.tell()
 
     def _is_elsewhere(self, position: WorkerPosition) -> bool:
         """Return whether the position is at a later round, or at this round with another state."""
@@ -607,8 +603,7 @@ class Matchmaking:
         finally:
             if self._followers.get(stream.peer) == (join, answer):
                 del self._followers[stream.peer]
-            async with self._changed:
-                self._changed.notify_all()
+            await self._changed.tell()
 
     async def _forwarded_requests(
         self, stream: _ToFollower, join: JoinRequest, count: int
@@ -670,8 +665,7 @@ class Matchmaking:
             return None
         if leader.peer < present.peer:
             self._rival = leader
-            async with self._changed:
-                self._changed.notify_all()
+            await self._changed.tell()
         return present if present.peer < leader.peer else None
 
     async def _dismiss_out_of_sync(self) -> None:
@@ -687,8 +681,7 @@ class Matchmaking:
             is_next = join.position.round == self.position.round + 1
             if not (is_next or self._is_here(join.position) or answer.done()):
                 answer.set_exception(OutOfSync(self._transport.peer_id, self.position))
-        async with self._changed:
-            self._changed.notify_all()
+        await self._changed.tell()
 
 
 async def ask_positions(

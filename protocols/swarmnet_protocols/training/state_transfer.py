@@ -8,7 +8,6 @@ The contributions of gossip travel in the same way (``pairs.py``): a partner ask
 """
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
 import logging
@@ -21,6 +20,7 @@ from swarmnet_protocols.fetching.download import download
 from swarmnet_protocols.fetching.hedging import hedged
 from swarmnet_protocols.fetching.piece_memory import PieceMemory
 from swarmnet_protocols.fetching.pieces import HASH_BYTES, PIECE_BYTES, ModelFile
+from swarmnet_protocols.machine.aio import News
 from swarmnet_protocols.net import Buffer, PeerId, Stream, Transport
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import STATE
@@ -112,7 +112,7 @@ class StateServer:
         self._expected: tuple[int, float, float] = (-1, 0.0, 0.0)
         """The round of the next contribution, its loop time, and the seconds to wait for it."""
         self._copies: dict[bytes, PackedState] = {}
-        self._offered = asyncio.Condition()
+        self._offered = News()
         self.contributed_bytes = 0
         """Bytes of contributions that partners downloaded."""
 
@@ -173,17 +173,14 @@ class StateServer:
         self._offers[round] = contribution
         for old in [*self._offers][:-KEPT_OFFERS]:
             del self._offers[old]
-        async with self._offered:
-            self._offered.notify_all()
+        await self._offered.tell()
 
     async def _offer(self, round: int) -> pb.Offer:
         """Return the contribution to ``round``, or the newest one if that will not come soon."""
         expected, ready_s, patience_s = self._expected
         late_s = ready_s + patience_s - asyncio.get_running_loop().time()
         if expected == round and late_s <= 2 * patience_s:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(late_s), self._offered:
-                    await self._offered.wait_for(lambda: round in self._offers)
+            await self._offered.until(lambda: round in self._offers, late_s)
         if not self._offers:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this worker has not contributed yet")
         nearest = round if round in self._offers else [*self._offers][-1]

@@ -9,14 +9,14 @@ So the weights never change between the two passes of a microbatch, and every gr
 microbatch whose later worker failed gives its place back. It is computed again when it returns.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from swarmnet_node.training.pipeline.stage_passes import StagePasses
 from swarmnet_node.training.pipeline.turns import Turns, Urgency
 from swarmnet_node.training.replica import NO_STEPS, combined
 from swarmnet_node.training.steps.trainer import StepReport
+from swarmnet_protocols.machine.aio import News
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import refusal_pb2
 
@@ -31,8 +31,7 @@ is late hurries through rounds. With more, others of its stage wait for it."""
 class InnerSteps:
     """The inner steps of one worker, and the places in them."""
 
-    def __init__(self, passes: StagePasses, turns: Turns, news: asyncio.Condition) -> None:
-        """``news``: notified at each change for which others may wait."""
+    def __init__(self, passes: StagePasses, turns: Turns, news: News) -> None:
         self._passes = passes
         self._turns = turns
         self._news = news
@@ -55,21 +54,17 @@ class InnerSteps:
             await self._turns.run(Urgency.BACKWARD, self._passes.restart)
         self._share, self.is_open, report = share, True, NO_STEPS
         try:
-            await self._notify()
+            await self._news.tell()
             while not is_over() and (end is None or self._taken < end):
-                async with self._news:
-                    await self._news.wait_for(lambda: self._is_full() or is_over())
+                await self._news.until(lambda: self._is_full() or is_over())
                 if self._is_full():
                     report = combined(report, await self._step(round))
             if not report.tokens and not first:  # this worker is late, or nobody needed it
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(IDLE_S), self._news:
-                        await self._news.wait_for(self._is_full)
+                await self._news.until(self._is_full, IDLE_S)
         finally:
             self.is_open = False
-            await self._notify()
-        async with self._news:
-            await self._news.wait_for(lambda: not self._placed)
+            await self._news.tell()
+        await self._news.until(lambda: not self._placed)
         if self._is_full() or (end is None and self._passes.count):
             report = combined(report, await self._step(round))
         return report
@@ -77,19 +72,16 @@ class InnerSteps:
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
         """Hold a place in the next step. Raises ``Refusal`` while this worker averages."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSED_S), self._news:
-                await self._news.wait_for(lambda: self.is_open)
-        async with self._news:
-            await self._news.wait_for(lambda: not self.is_open or self._has_room())
-            if not self.is_open:
-                raise Refusal(refusal_pb2.REASON_OVERLOADED, "this worker averages", 1.0)
-            self._placed += 1
+        await self._news.until(lambda: self.is_open, CLOSED_S)
+        await self._news.until(lambda: not self.is_open or self._has_room())
+        if not self.is_open:
+            raise Refusal(refusal_pb2.REASON_OVERLOADED, "this worker averages", 1.0)
+        self._placed += 1
         try:
             yield
         finally:
             self._placed -= 1
-            await self._notify()
+            await self._news.tell()
 
     def _has_room(self) -> bool:
         return self._passes.count + self._placed < self._share
@@ -100,9 +92,5 @@ class InnerSteps:
     async def _step(self, round: int) -> StepReport:
         taken, self._taken = self._taken, self._taken + 1
         report = await self._turns.run(Urgency.BACKWARD, lambda: self._passes.step(round, taken))
-        await self._notify()
+        await self._news.tell()
         return report
-
-    async def _notify(self) -> None:
-        async with self._news:
-            self._news.notify_all()

@@ -30,7 +30,7 @@ from swarmnet_node.training.pipeline.turns import Compute, Turns, Urgency
 from swarmnet_node.training.replica import NO_STEPS, combined
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import all_of, cancel, in_background, race
+from swarmnet_protocols.machine.aio import News, all_of, cancel, in_background, race
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import STEP
 from swarmnet_protocols.net.refusal import Refusal
@@ -110,17 +110,13 @@ class _Step:
         """Microbatches that have been sent."""
         self.states: dict[int, dict[PeerId, bytes]] = {}
         """The state that each worker of a stage computed with."""
-        self.news = asyncio.Condition()
+        self.news = News()
 
     def begin(self, batches: Mapping[int, torch.Tensor]) -> None:
         """Begin with the microbatches of an inner step."""
         self.batches = batches
         self.begun = {number: KeptMicrobatch() for number in batches}
         self.home = {number: KeptMicrobatch() for number in batches}
-
-    async def notify(self) -> None:
-        async with self.news:
-            self.news.notify_all()
 
 
 class MicrobatchOrigin:
@@ -158,8 +154,7 @@ class MicrobatchOrigin:
         """Bring the microbatches of a slot home, and have all workers confirm what they count."""
         step = await self._begin(_Step(round, slot, is_evaluated=not self._is_due(round)))
         await self._bring_all_home(step, 0)
-        async with step.news:
-            await step.news.wait_for(lambda: step.ledger.is_confirmed)
+        await step.news.until(lambda: step.ledger.is_confirmed)
         tokens = sum(step.ledger.tokens.values())
         await self._compute(lambda: self._passes.settle_own(tokens))
 
@@ -190,7 +185,7 @@ class MicrobatchOrigin:
                     self._tell(step, stage, peer)
         if step.has_books:
             self._electors = end.origins or self._electors
-        await step.notify()
+        await step.news.tell()
 
     async def evaluate(self, round: int, place: int, origins: int, most_s: float) -> tuple[float, int]:
         """Return the validation loss after a round, and its number of tokens.
@@ -207,7 +202,7 @@ class MicrobatchOrigin:
         """Let the workers of other stages leave. They stay until the evaluation is over."""
         if (step := self._steps.get(round)) is not None:
             step.is_evaluated = True
-            await step.notify()
+            await step.news.tell()
 
     async def _evaluate(self, round: int, place: int, origins: int, most_s: float) -> tuple[float, int]:
         held_out = await self._compute(lambda: self._passes.trainer.held_out(place, origins))
@@ -240,8 +235,7 @@ class MicrobatchOrigin:
     async def done(self) -> None:
         """Wait until all stages have committed all rounds."""
         for step in list(self._steps.values()):
-            async with step.news:
-                await step.news.wait_for(partial(self._is_committed, step))
+            await step.news.until(partial(self._is_committed, step))
 
     async def close(self) -> None:
         """End all conversations."""
@@ -476,6 +470,11 @@ class MicrobatchOrigin:
         async def say() -> None:
             said: dict[int, int] | None = None
             has_ended = False
+
+            def is_news() -> bool:
+                is_told = said == step.ledger.listed(peer) and has_ended == (step.end is not None)
+                return self._is_committed(step) or not is_told
+
             while not self._is_committed(step):
                 if said != (now := step.ledger.listed(peer)):
                     listed.append(now)
@@ -484,9 +483,7 @@ class MicrobatchOrigin:
                 if step.end is not None and not has_ended:
                     await stream.send(end_to_wire(step.end))
                     has_ended = True
-                async with step.news:
-                    if said == step.ledger.listed(peer) and has_ended == (step.end is not None):
-                        await step.news.wait()
+                await step.news.until(is_news)
 
         async def hear() -> None:
             while True:
@@ -498,7 +495,7 @@ class MicrobatchOrigin:
                         for accused in peers_from_wire(reply.listed.excluded):
                             self._accuse(step, stage, peer, accused)
                         step.ledger.confirm(peer, answered, missing)
-                        await step.notify()
+                        await step.news.tell()
                         if missing:
                             self._spawn(step, stage, peer, missing)
                     case "attempt":
@@ -507,7 +504,7 @@ class MicrobatchOrigin:
                             self._spawn(step, stage, absent, set(step.ledger.listed(absent)))
                     case "committed":
                         step.committed.add(stage)
-                        await step.notify()
+                        await step.news.tell()
                     case _:
                         raise ProtocolViolation("an unexpected message of a worker")
 
@@ -529,7 +526,7 @@ class MicrobatchOrigin:
             await self._travel(step, number, tuple(places))
             for index, worker in enumerate(step.ledger.chains[number]):
                 self._tell(step, index + 1, worker)
-            await step.notify()
+            await step.news.tell()
 
     def _is_due(self, round: int) -> bool:
         return (round + 1) % self._job.every_rounds == 0

@@ -26,7 +26,7 @@ from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, ProtocolViolation
-from swarmnet_protocols.machine.aio import cancel, race
+from swarmnet_protocols.machine.aio import News, cancel, race
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import MICROBATCH, STEP
 from swarmnet_protocols.net.refusal import Refusal
@@ -148,7 +148,7 @@ class Pipeline:
         """True if this worker leaves, and its last round does not end in time."""
         self._stopping: asyncio.Task[None] | None = None
         """Sets ``_is_late`` after a while. None until ``stop``."""
-        self._news = asyncio.Condition()
+        self._news = News()
         self._last_step = inner_steps
         self._inner = InnerSteps(passes, self._turns, self._news) if inner_steps else None
 
@@ -173,10 +173,10 @@ class Pipeline:
     async def finish(self, within_s: float) -> None:
         """Wait until no other worker needs what this one keeps, but at most ``within_s``."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(within_s), self._news:
+            async with asyncio.timeout(within_s):
                 if self._origin is not None:
                     await self._origin.done()
-                await self._news.wait_for(lambda: not self._hearing)
+                await self._news.until(lambda: not self._hearing)
 
     def stop(self, within_s: float) -> None:
         """Leave after the present round, and refuse microbatches of later ones.
@@ -186,10 +186,10 @@ class Pipeline:
         """
 
         async def give_up() -> None:
-            await self._notify()
+            await self._news.tell()
             await asyncio.sleep(within_s)
             self._is_late = True
-            await self._notify()
+            await self._news.tell()
 
         if self._last_round is None:
             self._last_round = self._begun
@@ -212,7 +212,7 @@ class Pipeline:
         if self._inner is not None:  # microbatches are for whatever weights are here
             for kept in self._kept.values():
                 kept.drop_graph()
-            await self._notify()
+            await self._news.tell()
             return
         await self._compute(lambda: self._passes.restart(state))
         self._kept = {id: kept for id, kept in self._kept.items() if id.round >= round - 1}
@@ -220,7 +220,7 @@ class Pipeline:
             kept.graph = kept.leaf = None
         self._attempts = {}
         self._settled = None
-        await self._notify()
+        await self._news.tell()
 
     async def gradient(self, round: int, slot: int) -> bool:
         """Leave in the trainer the gradient of the microbatches that this worker counts in a round.
@@ -229,7 +229,8 @@ class Pipeline:
         """
         self._begun = round
         if self._origin is not None:
-            return await race(self._originate(self._origin, round, slot), self._until_late())
+            is_late = self._news.until(lambda: self._is_late)
+            return not await race(self._origin.originate(round, slot), is_late)
 
         def may_leave() -> bool:
             is_idle = not any(id.round == round for id in self._kept)
@@ -241,11 +242,7 @@ class Pipeline:
                 return False
             return accounts.counted(round) != self._settled
 
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(NEWS_S), self._news:
-                    await self._news.wait_for(lambda: is_news() or may_leave())
-                    break
+        while not await self._news.until(lambda: is_news() or may_leave(), NEWS_S):
             if self._settled is not None:  # an exchange of this round lacked microbatches
                 break
             await self._workers.refresh()
@@ -283,15 +280,6 @@ class Pipeline:
             lambda: self._last_round is not None or steps_are_over(self._accounts, round),
         )
         return None if self._last_round is not None else report
-
-    async def _originate(self, origin: MicrobatchOrigin, round: int, slot: int) -> bool:
-        await origin.originate(round, slot)
-        return True
-
-    async def _until_late(self) -> bool:
-        async with self._news:
-            await self._news.wait_for(lambda: self._is_late)
-        return False
 
     async def evaluate(
         self, round: int, contributors: Sequence[PeerId], most_s: float
@@ -351,7 +339,7 @@ class Pipeline:
         if end_here is not None and tokens > end_here.tokens:
             self._accounts[round].forget_lost()
         self._attempts[round] = contributors
-        await self._notify()
+        await self._news.tell()
         return None
 
     # ---- microbatches -------------------------------------------------------------------------
@@ -458,9 +446,7 @@ class Pipeline:
         def has_reached() -> bool:
             return self._round >= round or (self._inner is not None and self._inner.is_open)
 
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ROUND_WAIT_S), self._news:
-                await self._news.wait_for(lambda: has_reached() or round > self._round + 1)
+        await self._news.until(lambda: has_reached() or round > self._round + 1, ROUND_WAIT_S)
         if not has_reached():
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"this worker is at round {self._round}", 1.0)
 
@@ -565,7 +551,7 @@ class Pipeline:
             self._hearing -= 1
             if round in self._accounts:
                 self._accounts[round].lost.add(stream.peer)
-            await self._notify()
+            await self._news.tell()
 
     def _listing(self, wire: pb.Listing) -> dict[int, int]:
         most = self._passes.boundary.positions
@@ -579,12 +565,12 @@ class Pipeline:
                 missing = [number for number in listed if not self._has(MicrobatchId(round, origin, number))]
                 excluded = sorted(self._standing.excluded.keys() & self._workers.of(self._stage).keys())
                 await stream.send(pb.StepReply(listed=pb.Listed(missing=missing, excluded=excluded)))
-                await self._notify()
+                await self._news.tell()
             request, _ = await stream.receive()
             while request.HasField("end"):
                 if self._is_near(round):
                     self._accounts_of(round).ends[origin] = end_from_wire(request.end)
-                    await self._notify()
+                    await self._news.tell()
                 request, _ = await stream.receive()
             listed = self._listing(request.listing)
             if request.listing.round != round:
@@ -596,17 +582,15 @@ class Pipeline:
 
     async def _say(self, stream: ToOrigin, round: int) -> None:
         said: tuple[PeerId, ...] | None = None
+
+        def is_news() -> bool:
+            return self._round > round or self._attempts.get(round) not in {None, said}
+
         while self._round <= round:
             attempt = self._attempts.get(round)
             if attempt is not None and attempt != said:
                 await stream.send(pb.StepReply(attempt=pb.Attempt(contributors=attempt)))
                 said = attempt
-            async with self._news:
-                if self._round <= round and self._attempts.get(round) == attempt:
-                    await self._news.wait()
+            await self._news.until(is_news)
         await stream.send(pb.StepReply(committed=pb.Committed()))
         await asyncio.Event().wait()  # the origin ends the conversation
-
-    async def _notify(self) -> None:
-        async with self._news:
-            self._news.notify_all()

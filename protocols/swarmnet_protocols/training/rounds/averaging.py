@@ -18,7 +18,7 @@ from typing import Self
 import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import all_of, cancel, race
+from swarmnet_protocols.machine.aio import News, all_of, cancel, race
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
@@ -62,7 +62,7 @@ class Averager:
         """The exchanges between groups. They go on when the group's own exchange has ended, because
         other groups may need this member's vote."""
         self._latest = -1
-        self._begun = asyncio.Condition()
+        self._begun = News()
         self._open = False
 
     async def __aenter__(self) -> Self:
@@ -74,8 +74,7 @@ class Averager:
         self._open = False
         await cancel(*self._between)
         await all_of(*(runner.close() for runner in self._runners.values()))
-        async with self._begun:
-            self._begun.notify_all()
+        await self._begun.tell()
 
     async def average(  # noqa: PLR0913 - what, with whom, and how
         self,
@@ -137,8 +136,7 @@ class Averager:
 
     async def _run(self, runner: RoundRunner, terms: RoundTerms) -> Outcome:
         self._runners[terms.exchange_number, terms.slice_number] = runner
-        async with self._begun:
-            self._begun.notify_all()
+        await self._begun.tell()
         return await runner.run()
 
     def _is_over(self, old: _Key, terms: RoundTerms) -> bool:
@@ -243,10 +241,7 @@ class Averager:
 
         Raises ``ProtocolViolation`` if it is over or was skipped.
         """
-        async with self._begun:
-            await self._begun.wait_for(
-                lambda: key in self._runners or key[0] < self._latest or not self._open
-            )
+        await self._begun.until(lambda: key in self._runners or key[0] < self._latest or not self._open)
         runner = self._runners.get(key)
         if runner is None or not self._open:
             raise ProtocolViolation(f"exchange {key[0]} is over here, or was skipped")
