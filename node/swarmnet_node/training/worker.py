@@ -35,11 +35,11 @@ from swarmnet_node.owner.given import Given
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.events import EventHandler, Meters, exchange_fields
 from swarmnet_node.training.known_workers import KnownWorkers
-from swarmnet_node.training.pipeline.audits import WorkerStanding
 from swarmnet_node.training.pipeline.pipeline import Pipeline
 from swarmnet_node.training.pipeline.stage_choice import StageMover
 from swarmnet_node.training.pipeline.stage_copies import StageCopies
 from swarmnet_node.training.pipeline.stage_part import StagePart
+from swarmnet_node.training.pipeline.stage_workers import WorkerStanding
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
 from swarmnet_node.training.state_keeper import StateKeeper
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
@@ -170,7 +170,6 @@ class Worker:
         self._rates = ArrivalRates()
         self._interrupted: asyncio.Future[SwarmnetError | None] = asyncio.get_running_loop().create_future()
         """Ends ``run`` at once: with an error, or with None for a pause."""
-        self._timing = Timing()
         self._metered_at = Meters()
         """The meters at the last round's end."""
         self._group_id = self.job_id
@@ -179,27 +178,27 @@ class Worker:
         if isinstance(trainer, StageTrainer):
             self._group_id = stage_key(bytes.fromhex(self.job_id), trainer.stage).hex()
             slots = opened.job.exchange.max_workers  # one worker may count the data of all
-        self._job_hash = bytes.fromhex(self._group_id)
+        key, timing = bytes.fromhex(self._group_id), Timing()
         self._workers = KnownWorkers(
             dependencies.directory,
             self._group_id,
             self._transport.peer_id,
             has_trained=lambda: self._replica.revision > 0,
         )
-        self._state_server = StateServer(self._transport, self._job_hash, self._timing)
+        self._state_server = StateServer(self._transport, key, timing)
         exchange = opened.job.exchange
         self._matchmaking = Matchmaking(
             self._transport,
-            self._job_hash,
+            key,
             max_members=exchange.max_workers,
             timeout_s=exchange.deadline_s,
-            timing=self._timing,
+            timing=timing,
             same_state=self._method.shares_weights,
             is_excluded=self._workers.excluded.__contains__,
         )
         context = RoundContext(
             self._transport,
-            self._job_hash,
+            key,
             dependencies.sign,
             RoundTiming(exchange.deadline_s / 3, 2 * exchange.deadline_s / 3, exchange.deadline_s),
             AggregationRules.named(
@@ -749,13 +748,13 @@ class Worker:
         )
         yield job_announcement(self._sealed)
         if stages is not None:
-            yield from stages.announcements()
+            yield from stages.copies.announcements()
 
     def _last_word(self) -> Iterable[Announcement]:
         is_done = self.round >= self._job.job.rounds
         yield worker_announcement(self._group_id, (), self._matchmaking.position, is_done=is_done)
         if self._stages is not None:
-            yield from self._stages.announcements(ending=True)
+            yield from self._stages.copies.announcements(ending=True)
 
     def _emit(self, event: str, **fields: Any) -> None:
         self._handler({"event": event, **fields})

@@ -5,10 +5,8 @@
    answer again, and compares it with the receipt (``StageAuditor``).
 """
 
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 
 from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
@@ -39,23 +37,6 @@ from swarmnet_protocols.wire import refusal_pb2
 _ToAsker = TypedStream[pb.AuditReply, pb.AuditRequest]
 
 
-@dataclass(frozen=True)
-class WorkerStanding:
-    """One worker as its pipeline knows it: its key, its place, and the workers that it excludes."""
-
-    sign: Callable[[bytes], bytes]
-    """Signs with the key of the worker's peer id."""
-    excluded: Mapping[PeerId, None]
-    """The workers that it has excluded."""
-    exclude: Callable[[PeerId], None]
-    rng: random.Random
-    """Draws audits. Nobody else can foresee them."""
-    has_place: Callable[[], bool]
-    """Tells whether the worker's gradients count. A newcomer only receives."""
-    emit: Callable[..., None]
-    """Emits an event."""
-
-
 async def verdict(job: StagedJob, auditor: PeerId, microbatch: Microbatch, receipt: Receipt) -> bool:
     """Return whether ``auditor`` finds that a receipt is false.
 
@@ -74,25 +55,23 @@ async def verdict(job: StagedJob, auditor: PeerId, microbatch: Microbatch, recei
 class StageAuditor:
     """Answers audits of other workers of this worker's stage, and gives tensors to auditors."""
 
-    def __init__(  # noqa: PLR0913 - a worker's part in the job, and what an audit may do
+    def __init__(
         self,
         job: StagedJob,
         passes: StagePasses,
         turns: Turns,
         kept: Callable[[Microbatch], KeptMicrobatch | None],
         place: Callable[[PeerId], AbstractContextManager[None]],
-        exclude: Callable[[PeerId], None],
         *,
         batch: int,
     ) -> None:
         """``kept`` returns what this worker keeps of a microbatch. ``place`` bounds the requests of
-        a peer. ``exclude`` is called with a proven liar."""
+        a peer."""
         self._job = job
         self._passes = passes
         self._turns = turns
         self._kept = kept
         self._place = place
-        self._exclude = exclude
         self._batch = batch
 
     async def serve(self) -> None:
@@ -158,7 +137,7 @@ class StageAuditor:
     async def _judge(self, stream: _ToAsker, microbatch: Microbatch, receipt: Receipt) -> None:
         is_false = await self._is_false(microbatch, receipt)
         if is_false:
-            self._exclude(microbatch.receiver)
+            self._job.standing.exclude(microbatch.receiver)
         found = pb.Verdict(checked=is_false is not None, false_answer=bool(is_false))
         await stream.send(pb.AuditReply(verdict=found))
 

@@ -23,10 +23,10 @@ from functools import partial
 import torch
 
 from swarmnet_node.training.data.sampler import target_count
-from swarmnet_node.training.pipeline.audits import WorkerStanding, verdict
+from swarmnet_node.training.pipeline.audits import verdict
 from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
 from swarmnet_node.training.pipeline.stage_workers import StagedJob
-from swarmnet_node.training.pipeline.turns import Compute, Turns, Urgency
+from swarmnet_node.training.pipeline.turns import Turns, Urgency
 from swarmnet_node.training.replica import NO_STEPS, combined
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
@@ -122,19 +122,17 @@ class _Step:
 class MicrobatchOrigin:
     """The microbatches that one worker of stage 0 originates."""
 
-    def __init__(  # noqa: PLR0913 - parts of one pipeline
+    def __init__(
         self,
         job: StagedJob,
         passes: StagePasses,
         turns: Turns,
-        compute: Compute,
         client: MicrobatchClient,
-        standing: WorkerStanding,
         *,
         batch: int,
     ) -> None:
         self._job = job
-        self._standing = standing
+        self._standing = job.standing
         self._accusations = Accusations()
         self._electors: tuple[PeerId, ...] = ()
         """The origins that counted in the last round."""
@@ -142,7 +140,7 @@ class MicrobatchOrigin:
         self._workers = job.workers
         self._passes = passes
         self._turns = turns
-        self._compute = compute
+        self._compute = turns.compute
         self._client = client
         self._chains = Chains()
         self._steps: dict[int, _Step] = {}

@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 
-from swarmnet_node.training.pipeline.audits import StageAuditor, WorkerStanding
+from swarmnet_node.training.pipeline.audits import StageAuditor
 from swarmnet_node.training.pipeline.inner_steps import InnerSteps
 from swarmnet_node.training.pipeline.origin import MicrobatchOrigin
 from swarmnet_node.training.pipeline.stage_passes import Boundary, KeptMicrobatch, StagePasses
-from swarmnet_node.training.pipeline.stage_workers import StagedJob, StageWorkers
+from swarmnet_node.training.pipeline.stage_workers import StagedJob, StageWorkers, WorkerStanding
 from swarmnet_node.training.pipeline.turns import Compute, Turns, Urgency
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport
@@ -103,7 +103,7 @@ class Pipeline:
         inner_steps = method.steps_per_round if method.kind == "parameters" else None
         signs = AggregationRules.named(settings.exchange.aggregate, 1.0).verifiable and inner_steps is None
         self.job = job = StagedJob(
-            id, settings.stages.count, transport, workers, Timing(), settings.eval.every_rounds
+            id, settings.stages.count, transport, workers, Timing(), standing, settings.eval.every_rounds
         )
         self._stage = trainer.stage
         self._workers = workers
@@ -116,17 +116,12 @@ class Pipeline:
         self._numbers = batch * (inner_steps or 1)
         """Microbatches of an origin in a round."""
         self._turns = Turns(compute)
-        self._standing = standing
         self._client = MicrobatchClient(
             job.transport, job.id, job.timing, passes.sign is not None, job.traffic
         )
-        self._auditor = StageAuditor(
-            job, passes, self._turns, self._of, self._place, standing.exclude, batch=batch
-        )
+        self._auditor = StageAuditor(job, passes, self._turns, self._of, self._place, batch=batch)
         self._origin = (
-            None
-            if self._stage
-            else MicrobatchOrigin(job, passes, self._turns, compute, self._client, standing, batch=batch)
+            None if self._stage else MicrobatchOrigin(job, passes, self._turns, self._client, batch=batch)
         )
         self._round = 0
         self._kept: dict[MicrobatchId, KeptMicrobatch] = {}
@@ -407,7 +402,7 @@ class Pipeline:
         """Return what is kept of a microbatch. Raises ``Refusal`` if it is not of this round."""
         id = microbatch.id
         is_leaving = self._last_round is not None and id.round > self._last_round
-        if not microbatch.is_home and (is_leaving or not self._standing.has_place()):
+        if not microbatch.is_home and (is_leaving or not self.job.standing.has_place()):
             raise Refusal(refusal_pb2.REASON_OVERLOADED, "this worker only receives now", 1.0)
         if microbatch.is_forward_only:
             await self._reach(id.round)
@@ -563,7 +558,7 @@ class Pipeline:
             if self._is_near(round):
                 self._accounts_of(round).list(origin, listed)
                 missing = [number for number in listed if not self._has(MicrobatchId(round, origin, number))]
-                excluded = sorted(self._standing.excluded.keys() & self._workers.of(self._stage).keys())
+                excluded = sorted(self.job.standing.excluded.keys() & self._workers.of(self._stage).keys())
                 await stream.send(pb.StepReply(listed=pb.Listed(missing=missing, excluded=excluded)))
                 await self._news.tell()
             request, _ = await stream.receive()

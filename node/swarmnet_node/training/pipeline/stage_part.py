@@ -10,7 +10,7 @@ Each look reads the directory (``StageWorkers``), asks workers, and calls ``deci
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -19,13 +19,18 @@ from swarmnet_node.training.pipeline.pipeline import Pipeline
 from swarmnet_node.training.pipeline.stage_choice import StageMover
 from swarmnet_node.training.pipeline.stage_copies import StageCopies
 from swarmnet_node.training.state_keeper import StateKeeper
-from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import all_of, cancel, persist
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import StageRecord
-from swarmnet_protocols.training.pipeline.stage_decisions import Decision, Restore, StagesView, decide
+from swarmnet_protocols.training.pipeline.stage_decisions import (
+    Decision,
+    Restore,
+    StagesView,
+    decide,
+    job_round,
+)
 
 T = TypeVar("T")
 
@@ -84,10 +89,6 @@ class StagePart:
         yield persist("copies of a stage", self.copies.keep)
         if self.mover is not None:
             yield self._move_when_needed(self.mover)
-
-    def announcements(self, *, ending: bool = False) -> Iterator[Announcement]:
-        """Yield the announcement of this worker's copy of another stage, if it has one."""
-        yield from self.copies.announcements(ending=ending)
 
     async def during(self, round: int, work: Coroutine[Any, Any, T]) -> T | None:
         """Do the ``work`` of a round together with the workers of the other stages.
@@ -173,12 +174,13 @@ class StagePart:
         await workers.refresh()
         mates = await self.keeper.matchmaking.positions(self.keeper.workers.alive())
         view = StagesView(
-            stage=self.stage,
             round=round,
             has_trained=self.keeper.replica.revision > 0,
             waited=waited,
             mates=[each.round for each in mates.values()],
-            stages=[[each.position.round for each in at if each.trains] for at in workers.records],
+            job_round=job_round(
+                [[each.position.round for each in at if each.trains] for at in workers.records], self.stage
+            ),
             copies=[each.position for each in self._copies()],
             may_lag=may_lag,
             is_over=workers.have_left(self.rounds),
@@ -187,8 +189,8 @@ class StagePart:
         if decision is Decision.WAIT or isinstance(decision, Restore):  # records may be 20 s old
             await workers.refresh(0.0)
             there = await all_of(*map(self._others, range(self.pipeline.job.stages)))
-            stages = [[each.round for each in at.values()] for at in there]
-            decision = decide(replace(view, stages=stages, copies=[each.position for each in self._copies()]))
+            now = job_round([[each.round for each in at.values()] for at in there], self.stage)
+            decision = decide(replace(view, job_round=now, copies=[each.position for each in self._copies()]))
         return decision
 
     async def _others(self, stage: int) -> dict[PeerId, WorkerPosition]:

@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from swarmnet_protocols.directory import Directory
@@ -124,6 +125,23 @@ class StageWorkers:
 
 
 @dataclass(frozen=True)
+class WorkerStanding:
+    """One worker as its pipeline knows it: its key, its place, and the workers that it excludes."""
+
+    sign: Callable[[bytes], bytes]
+    """Signs with the key of the worker's peer id."""
+    excluded: Mapping[PeerId, None]
+    """The workers that it has excluded."""
+    exclude: Callable[[PeerId], None]
+    rng: random.Random
+    """Draws audits. Nobody else can foresee them."""
+    has_place: Callable[[], bool]
+    """Tells whether the worker's gradients count. A newcomer only receives."""
+    emit: Callable[..., None]
+    """Emits an event."""
+
+
+@dataclass(frozen=True)
 class StagedJob:
     """A job with ``stages`` stages, and this worker's way to the others."""
 
@@ -132,6 +150,7 @@ class StagedJob:
     transport: Transport
     workers: StageWorkers
     timing: Timing
+    standing: WorkerStanding
     every_rounds: int
     """Rounds from one evaluation to the next."""
     traffic: BoundaryBytes = field(default_factory=BoundaryBytes)

@@ -31,7 +31,7 @@ class Turns:
     """Runs one computation at a time, the most urgent one next."""
 
     def __init__(self, compute: Compute) -> None:
-        self._compute = compute
+        self.compute = compute
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._count = 0
         self._busy = False
@@ -54,7 +54,7 @@ class Turns:
         clock = asyncio.get_running_loop().time
         started_s = clock()
         try:
-            result = await self._compute(work)
+            result = await self.compute(work)
             took_s = clock() - started_s
             self.turn_s = KEEP * self.turn_s + (1 - KEEP) * took_s if self.turn_s else took_s
             return result

@@ -37,9 +37,8 @@ class Restore:
 
 @dataclass(frozen=True)
 class StagesView:
-    """The stages of a job as one worker of ``stage`` sees them at ``round``."""
+    """The stages of a job as a worker at ``round`` sees them."""
 
-    stage: int
     round: int
     has_trained: bool
     """True if the worker's own state has committed rounds."""
@@ -47,8 +46,8 @@ class StagesView:
     """True if the worker has done its part of the round, and waits for other stages."""
     mates: Collection[int]
     """The rounds of the other workers of its stage that answer."""
-    stages: Sequence[Collection[int]]
-    """The rounds of the workers of each stage."""
+    job_round: int
+    """The round that the other stages are at."""
     copies: Collection[WorkerPosition]
     """Copies of the stage's state at workers of other stages."""
     may_lag: float
@@ -67,7 +66,7 @@ def decide(view: StagesView) -> Decision | Restore:
         return Decision.FETCH
     if view.waited and view.is_over and not view.mates:
         return Decision.END
-    now = job_round(view.stages, view.stage)
+    now = view.job_round
     if now <= view.round + view.may_lag or (view.mates and not view.waited):
         return Decision.KEEP
     copy = newest_copy(view.copies, view.round if view.has_trained else 0, now)

@@ -252,11 +252,11 @@ def test_the_newest_copy_is_of_a_round_that_the_job_has_reached() -> None:
 
 
 def test_a_worker_that_looks_at_the_stages_decides() -> None:
-    """A worker of stage 1 at round 4, which waits, with two others of its stage."""
-    calm = StagesView(1, 4, True, True, [4, 4], [[4], [4, 4, 4]], [], 0, False)
+    """A worker at round 4, which waits, with two others of its stage."""
+    calm = StagesView(4, True, True, [4, 4], 4, [], 0, False)
     assert decide(calm) is Decision.KEEP
     assert decide(replace(calm, mates=[5, 5])) is Decision.FETCH
-    behind = replace(calm, stages=[[7], [4, 4, 4]])
+    behind = replace(calm, job_round=7)
     assert decide(behind) == Restore(7, None)
     assert decide(replace(behind, may_lag=3)) is Decision.KEEP
     assert decide(replace(behind, waited=False)) is Decision.KEEP  # joins the others of its stage
@@ -266,6 +266,6 @@ def test_a_worker_that_looks_at_the_stages_decides() -> None:
     assert decide(replace(alone, copies=[WorkerPosition(3, b"b")])) == Restore(7, None)
     new = replace(alone, round=0, has_trained=False)
     assert decide(new) is Decision.WAIT
-    assert decide(replace(new, stages=[[1], []])) == Restore(1, None)
+    assert decide(replace(new, job_round=1)) == Restore(1, None)
     assert decide(replace(alone, waited=True, is_over=True)) is Decision.END
     assert decide(replace(alone, is_over=True)) == Restore(7, None)
