@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from swarmnet_protocols.errors import PeerUnreachable
-from swarmnet_protocols.machine.aio import cancel, in_background, persist, until
+from swarmnet_protocols.machine.aio import News, cancel, in_background, persist, until
 from tests.defences import defence, replacing
 from tests.support.network.virtual_time import VirtualLoop, run
 
@@ -119,3 +119,18 @@ def test_work_in_the_background_ends_with_its_context() -> None:
         return seen
 
     assert run(main()) == ["goes on after a failure", "cancelled"]
+
+
+def test_all_that_wait_for_news_go_on_when_it_is_so() -> None:
+    async def main() -> list[bool]:
+        news, numbers = News(), list[int]()
+        one = asyncio.create_task(news.until(lambda: len(numbers) >= 1))
+        two = asyncio.create_task(news.until(lambda: len(numbers) >= 2))
+        late = asyncio.create_task(news.until(lambda: len(numbers) > 2, 5.0))
+        for number in range(2):
+            await asyncio.sleep(1.0)
+            numbers.append(number)
+            await news.tell()
+        return [await one, await two, await late]
+
+    assert run(main()) == [True, True, False]
