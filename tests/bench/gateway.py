@@ -1,6 +1,6 @@
 """The cost of the gateway: one stream and sixteen callers against the Python client, sixteen callers
-of four adapters against callers of the plain model, an overload of ten times, a thousand silent
-connections.
+of four adapters against callers of the plain model, answers within a grammar, an overload of ten
+times, a thousand silent connections.
 
     python -m tests.bench.gateway [--tokens 32] [--rounds 5] [--overload-s 30]
 
@@ -149,6 +149,56 @@ async def adapters(gateway: GatewayProcess, arguments: Any) -> dict[str, Any]:
     }
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 200},
+        "year": {"type": "integer", "minimum": 1000, "maximum": 2030},
+        "text": {"type": "string", "minLength": 400, "maxLength": 2000},
+    },
+    "required": ["title", "year", "text"],
+    "additionalProperties": False,
+}
+
+
+async def constrained(gateway: GatewayProcess, arguments: Any) -> dict[str, Any]:
+    """Answers within a grammar against free ones of as many tokens, in turns.
+
+    A pattern that every text matches costs its masks, and changes no token. A schema adds forced
+    tokens, which take no trip.
+    """
+    tokens = 4 * arguments.tokens
+    forms = {
+        "free": {},
+        "pattern": {"guided_regex": "(.|\n)*"},
+        "schema": {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    }
+    rates: dict[str, list[float]] = {name: [] for name in forms}
+    async with client_of(gateway) as http:
+        for turn in range(arguments.rounds + 1):
+            for name, form in forms.items():
+                asked = {"model": MODEL, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **form}
+                question = f"Tell a story of {turn + 2} lighthouses as JSON."
+                asked["messages"] = [{"role": "user", "content": question}]
+                started = time.perf_counter()
+                answer = await http.post("/v1/chat/completions", json=asked)
+                used = answer.json()["usage"]["completion_tokens"]
+                if turn:  # the first one warms up
+                    rates[name].append(used / (time.perf_counter() - started))
+    ratios = {
+        f"{name}_rate_ratio": [
+            round(ours / free, 3) for ours, free in zip(rates[name], rates["free"], strict=True)
+        ]
+        for name in ("pattern", "schema")
+    }
+    return {
+        "free_tokens_per_s": [round(rate, 1) for rate in rates["free"]],
+        **ratios,
+        "pattern_ratio": statistics.median(ratios["pattern_rate_ratio"]),
+        "pattern_goal": 0.95,
+    }
+
+
 async def offer(gateway: GatewayProcess, rate: float, seconds: float, tokens: int) -> dict[str, Any]:
     """Send requests at a fixed rate, whether the earlier ones were answered or not; returns the
     tokens served and the requests refused within ``seconds``."""
@@ -246,6 +296,7 @@ def main() -> None:
         with GatewayProcess(lab, *write_adapters(Path(folder), lab.cache_dir)) as gateway:
             show(asyncio.run(compare(gateway, python, arguments)), arguments)
             show(asyncio.run(adapters(gateway, arguments)), arguments)
+            show(asyncio.run(constrained(gateway, arguments)), arguments)
             show(asyncio.run(idle(gateway, arguments)), arguments)
         python.close()
         with GatewayProcess(lab, "--max-concurrent", str(ACTIVE)) as small:

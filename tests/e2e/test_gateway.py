@@ -1,6 +1,7 @@
 """Real clients against ``swarmnet serve`` over real nodes, one of which dies in the middle of an
 answer."""
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,25 @@ def test_langchain_works_unchanged(gateway: GatewayProcess) -> None:
     assert answer.content
     assert answer.usage_metadata is not None
     assert "".join(str(part.content) for part in chat.stream(question)) == answer.content
+
+
+def test_litellm_works_unchanged(gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the web for prices
+    import litellm
+
+    reach = {"model": f"openai/{MODEL}", "api_base": f"{gateway.url}/v1", "max_retries": 0}
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    said: dict[str, Any] = {**reach, "api_key": KEY, "messages": question, "temperature": 0}
+    answer: Any = litellm.completion(**said, max_tokens=12)
+    parts: Any = litellm.completion(**said, max_tokens=12, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == answer.choices[0].message.content
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    answer = litellm.completion(**said, max_tokens=60, tools=[tool], tool_choice="required")
+    (call,) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in {"Paris", "Rome"}
+    with pytest.raises(litellm.AuthenticationError):
+        litellm.completion(**{**said, "api_key": "another-key"})
 
 
 def test_anthropics_and_ollamas_clients_work_unchanged(gateway: GatewayProcess) -> None:

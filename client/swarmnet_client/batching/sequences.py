@@ -107,6 +107,32 @@ def _draws(answer: Answer, draft: Sequence[int]) -> list[Draw]:
     return draws
 
 
+def _allowed_drafts(
+    answers: Sequence[Answer | None], drafts: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """Return the parts of drafts that the grammars of their answers allow."""
+    found = [*drafts]
+    for at, answer in enumerate(answers):
+        if answer is not None and answer.grammar is not None and drafts[at]:
+            with suppress(BadGrammar):  # raised again where the next token is chosen
+                answer.grammar.follow(answer.ids)
+                found[at] = answer.grammar.valid(drafts[at])
+    return found
+
+
+def _all_draws(asking: Sequence[tuple["_Part", Answer]]) -> tuple[list[Draw], dict[Answer, BadGrammar]]:
+    """Return how to choose the tokens of a step, and the answers whose grammars reached a limit."""
+    draws: list[Draw] = []
+    errors: dict[Answer, BadGrammar] = {}
+    for part, answer in asking:
+        try:
+            draws += _draws(answer, part.draft)
+        except BadGrammar as error:
+            errors[answer] = error
+            draws += [Draw(Sampling(), 0)] * (len(part.draft) + 1)
+    return draws, errors
+
+
 def _accepted(answer: Answer, choices: Sequence[Token], draft: Sequence[int]) -> _Chosen:
     """Return the choices up to the first wrong token of a draft or the end of the answer, and the
     tokens that the grammar forces after them."""
@@ -285,10 +311,12 @@ class SequenceGroup:
     async def _with_drafts(self, turn: Sequence[RunningSequence]) -> list["_Part"]:
         """Return the parts of one step: the newest tokens of each sequence, and a draft."""
         answers = [sequence.answer for sequence in turn]
-        if self._draft_model is None and not any(answer and answer.grammar for answer in answers):
+        if self._draft_model is None:
             drafts = self._drafts(turn)
         else:
             drafts = await self._head.compute(partial(self._drafts, turn))
+        if any(draft and answer and answer.grammar for draft, answer in zip(drafts, answers, strict=True)):
+            drafts = await self._head.compute(partial(_allowed_drafts, answers, drafts))
         return [
             _Part(sequence, len(sequence.todo), draft)
             for sequence, answer, draft in zip(turn, answers, drafts, strict=True)
@@ -309,12 +337,7 @@ class SequenceGroup:
                 continue
             room = CHUNK - newest - sum(map(len, drafts))
             most = min(room, answer.request.max_tokens - len(answer.ids) - 1)
-            draft = sequence.speculator.draft(self._times, positions=newest, most=most)
-            if answer.grammar is not None:
-                with suppress(BadGrammar):  # raised again where the next token is chosen
-                    answer.grammar.follow(answer.ids)
-                    draft = answer.grammar.valid(draft)
-            drafts.append(draft)
+            drafts.append(sequence.speculator.draft(self._times, positions=newest, most=most))
         return drafts
 
     @staticmethod
@@ -352,6 +375,8 @@ class SequenceGroup:
                 reached[row] += positions
                 answer.prefilled(reached[row])
 
+        # masks of grammars are computed while the hosts compute
+        drawing = self._head.begin(partial(_all_draws, asking))
         try:
             hidden = await chain.forward(tuple(rows), np.array(ids, np.int64), computed)
         finally:
@@ -364,21 +389,19 @@ class SequenceGroup:
         hidden = await self._read_prompts(rows, prompts, hidden)
         if not asking:
             return
-        found = await self._head.compute(partial(self._choose, hidden, asking))
+        found = await self._head.compute(partial(self._choose, hidden, asking, *await drawing))
         for (part, answer), chosen in zip(asking, found, strict=True):
             if part.sequence.answer is answer:  # else it left meanwhile
                 self._add_tokens(part, answer, chosen)
 
-    def _choose(self, hidden: Array, asking: Sequence[tuple["_Part", Answer]]) -> list[_Chosen]:
+    def _choose(
+        self,
+        hidden: Array,
+        asking: Sequence[tuple["_Part", Answer]],
+        draws: list[Draw],
+        errors: Mapping[Answer, BadGrammar],
+    ) -> list[_Chosen]:
         """Choose the next tokens of answers, on the thread that computes."""
-        draws: list[Draw] = []
-        errors: dict[Answer, BadGrammar] = {}
-        for part, answer in asking:
-            try:
-                draws += _draws(answer, part.draft)
-            except BadGrammar as error:
-                errors[answer] = error
-                draws += [Draw(Sampling(), 0)] * (len(part.draft) + 1)
         tokens = iter(self._head.choose(hidden, draws))
         choices = [list(itertools.islice(tokens, len(part.draft) + 1)) for part, _ in asking]
         return [

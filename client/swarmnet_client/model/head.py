@@ -83,6 +83,10 @@ class LmHead:
             piece = hidden[at : at + READ_POSITIONS]
             await self.compute(partial(reader.read, start + at, piece))
 
+    def begin(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Begin ``work`` on the thread that computes. It is done before what is begun later."""
+        return asyncio.get_running_loop().run_in_executor(self._computing, work)
+
     async def compute(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the thread that computes, and return its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._computing, work)
+        return await self.begin(work)

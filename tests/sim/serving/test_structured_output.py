@@ -12,8 +12,11 @@ import jsonschema
 import openai
 import pytest
 
+from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.machine.aio import in_background
+from swarmnet_protocols.models import resolve
 from tests.support.models.letters import load_letters
+from tests.support.network.memory_network import LinkProfile
 from tests.support.swarm.gateway import SPANS, TEMPLATE, Caller, chat_body, events_of, served
 from tests.support.swarm.swarm_lab import Lab, Reference
 
@@ -355,3 +358,53 @@ def test_a_form_that_no_grammar_has_is_refused(letters: Reference, fields: dict[
         return (await caller.chat(**fields)).status_code
 
     assert served(letters, scenario) == 400
+
+
+PEOPLE = {
+    "type": "object",
+    "properties": {
+        "people": {
+            "type": "array",
+            "minItems": 2,
+            "maxItems": 2,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "first_name": {"type": "string", "maxLength": 12},
+                    "profession": {"type": "string", "maxLength": 16},
+                    "year_of_birth": {"type": "integer", "minimum": 1900, "maximum": 2020},
+                    "is_alive": {"type": "boolean"},
+                },
+                "required": ["first_name", "profession", "year_of_birth", "is_alive"],
+                "additionalProperties": False,
+            },
+        }
+    },
+    "required": ["people"],
+    "additionalProperties": False,
+}
+FAR = LinkProfile(delay_s=0.05)
+"""Half of a round trip of 100 ms."""
+
+
+@pytest.mark.thorough
+def test_json_takes_few_trips_over_far_links() -> None:
+    """With the real model. Free text has drafts, too: longer ones the farther the hosts are."""
+
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        name = caller.gateway.model
+        trips, tokens = 0, 0
+        for question in ("Name two scientists as JSON.", "Invent two people as JSON."):
+            asked = {"model": name, "max_tokens": 120, "ignore_eos": False, "temperature": 0}
+            formed = await caller.chat(question, **asked, response_format=format_of(PEOPLE))
+            jsonschema.validate(json.loads(formed.json()["choices"][0]["message"]["content"]), PEOPLE)
+            used = formed.json()["usage"]
+            asked |= {"max_tokens": used["completion_tokens"], "ignore_eos": True}
+            free = (await caller.chat(question.replace(" as JSON", ""), **asked)).json()["usage"]
+            assert free["completion_tokens"] == used["completion_tokens"]
+            trips, tokens = trips + used["trips"], tokens + free["trips"]
+        assert trips <= 0.6 * tokens
+
+    model = Reference(resolve("smollm2-135m-instruct", cache_dir=default_cache_dir()))
+    spans = {"a": (0, 10), "b": (10, 20), "c": (20, 30)}
+    served(model, scenario, spans, link=FAR, limit_s=1e4)

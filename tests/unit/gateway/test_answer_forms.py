@@ -3,12 +3,16 @@
 import json
 import random
 import re
+import time
+from contextlib import suppress
 from typing import Any
 
 import jsonschema
 import numpy as np
+import psutil
 import pytest
 
+from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.generation import tool_formats
 from swarmnet.gateway.generation.answer_grammars import Literals, answer_grammar, check_tools
 from swarmnet.gateway.generation.answer_reader import AnswerReader
@@ -25,6 +29,9 @@ from swarmnet.gateway.generation.requests import (
 )
 from swarmnet.gateway.generation.template_inputs import template_messages
 from swarmnet.gateway.generation.tool_formats import HARMONY_FORM, AnswerForm, form_of
+from swarmnet.gateway.parsing import BodyParser
+from swarmnet.gateway.protocols import schemas
+from swarmnet.gateway.protocols.chat_completions import ChatBody
 from swarmnet_client.model.grammar import BadGrammar, GrammarCompiler
 from swarmnet_protocols.models.text.vocabulary import Vocabulary
 from tests.support.models.letters import load_letters
@@ -202,6 +209,41 @@ def test_bad_parameters_of_a_tool_are_refused(form: str, parameters: dict[str, A
     chat = ChatPrompt((), (Tool("bad", "", parameters),))
     with pytest.raises(BadGrammar):
         answer_grammar(chat, None, AnswerForm(getattr(tool_formats, form)), Literals({}), thinks=False)
+
+
+def test_a_thousand_tools_are_refused_at_little_cost() -> None:
+    """Time counts as processor time of the event loop: other programs on the machine do not."""
+    with pytest.raises(ApiError, match="more than 256"):
+        _parsed(1000)
+
+
+def test_many_tools_are_served_at_little_cost(speaker: Speaker) -> None:
+    chat = ChatPrompt(
+        (), tuple(tool.tool() for tool in _parsed(schemas.MAX_TOOLS).tools), ToolChoice("required")
+    )
+    for name in FORMATS:
+        before = psutil.Process().memory_info().rss
+        form = HARMONY_FORM if name == "HARMONY" else AnswerForm(getattr(tool_formats, name))
+        text, limits = answer_grammar(chat, None, form, speaker.literals, thinks=False)
+        with suppress(BadGrammar):  # refused: the grammar is too long
+            state = speaker.compiler.compile(text, limits).start()
+            state.masks(())
+        assert psutil.Process().memory_info().rss - before < 64 << 20, name
+
+
+def _parsed(count: int) -> Any:
+    """Return the body of a chat with tools, parsed as on the event loop, within its time."""
+    schema = {"type": "object", "properties": {f"argument {at}": {"type": "string"} for at in range(10)}}
+    tools = [
+        {"type": "function", "function": {"name": f"tool{at}", "parameters": schema}} for at in range(count)
+    ]
+    fields = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": tools}
+    body, parser = json.dumps(fields).encode(), BodyParser(1 << 17)
+    before = time.thread_time()
+    try:
+        return parser.parse(body, ChatBody)
+    finally:
+        assert time.thread_time() - before < 0.05
 
 
 def test_properties_of_a_tool_are_an_object() -> None:
