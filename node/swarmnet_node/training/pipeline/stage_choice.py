@@ -19,7 +19,6 @@ from statistics import median
 from swarmnet_node.training.pipeline.stage_workers import StageWorkers
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.relocation import (
@@ -40,7 +39,7 @@ from swarmnet_protocols.training.job_records import (
     find_workers,
     worker_announcement,
 )
-from swarmnet_protocols.training.pipeline.stages import groups, newcomers_stage
+from swarmnet_protocols.training.pipeline.stages import newcomers_stage
 
 GATHER_S = 1.0
 """Seconds in which newcomers that start together find each other. With less, they take the same
@@ -57,12 +56,11 @@ async def choose_stage(
     """Return the stage that this newcomer takes in a job of ``stages`` stages."""
     await _announce(directory, job_id, addresses(), WorkerPosition(0, _UNDECIDED))
     await asyncio.sleep(GATHER_S)
-    found = await all_of(*(find_workers(directory, group) for group in groups(job_id, stages)))
-    rates = [
-        [1 / worker.round_s if worker.round_s else 0.0 for worker in stage if worker.peer != me]
-        for stage in found
-    ]
-    present = {worker.peer for stage in found for worker in stage}
+    workers = StageWorkers(directory, bytes.fromhex(job_id), stages, me)
+    await workers.refresh()
+    found = [workers.of(stage) for stage in range(stages)]
+    rates = [[1 / each.round_s if each.round_s else 0.0 for each in stage.values()] for stage in found]
+    present = {peer for stage in found for peer in stage}
     newcomers = []
     for worker, position in (await find_workers(directory, job_id)).items():
         if worker.peer not in present and worker.peer != me:
