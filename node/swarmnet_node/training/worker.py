@@ -421,6 +421,8 @@ class Worker:
         roster = await self._form_group(float(report.tokens))
         enough = len(roster.members) >= self._job.exchange.min_workers
         self._slot = roster.slot(self._transport.peer_id) if enough else None
+        if self._stages is not None:
+            self._stages.pipeline.divide([member.round_s for member in roster.members])
         if not any(member.weight for member in roster.members):
             # No member has trained: the group only assigns slots.
             if not enough:
@@ -539,7 +541,7 @@ class Worker:
             tuple(self._transport.addresses()),
             weight=weight,
             last_exchange=self._last_exchange,
-            round_s=self._pace.round_s,
+            round_s=self._round_s,
         )
         roster = await self._matchmaking.form_group(
             me, self._workers.alive(), self._rates.bytes_per_s(), spent
@@ -735,13 +737,18 @@ class Worker:
         """The stage that this worker trains. Stage 0, or the whole model, computes the loss."""
         return 0 if self._stages is None else self._stages.stage
 
+    @property
+    def _round_s(self) -> float:
+        """Seconds that a batch takes a worker of a stage, or a round any other; 0 if unknown."""
+        return self._pace.round_s if self._stages is None else self._stages.pipeline.batch_s
+
     def _announcements(self) -> Iterable[Announcement]:
         stages = self._stages
         yield worker_announcement(
             self._group_id,
             self._transport.addresses(),
             self._matchmaking.position,
-            self._pace.round_s if stages is None else stages.pipeline.batch_s,
+            self._round_s,
             spare=self._spare,
             leaving=stages is not None and stages.leaves,
             stays=stages is None or stages.stays,

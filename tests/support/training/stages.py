@@ -99,7 +99,33 @@ def staged_job(
 
 
 class _UnwrittenStage(StageTrainer):
-    """A stage whose checkpoints have no model, so that a test reads none."""
+    """A stage whose checkpoints have no model, so that a test reads none. Its passes take virtual
+    time."""
+
+    def takes(self, block_s: float, executor: TimedExecutor) -> None:
+        """Take ``block_s`` for the forward pass of each block, and twice as long backwards."""
+        self._block_s, self._executor = block_s, executor
+
+    def _spend(self, passes: int) -> None:
+        self._executor.owed_s += passes * (self.block_range[1] - self.block_range[0]) * self._block_s
+
+    def begin(self, batch: torch.Tensor) -> torch.Tensor:
+        self._spend(1)
+        return super().begin(batch)
+
+    def forward(self, hidden: torch.Tensor, sequences: int, ids: torch.Tensor | None = None) -> torch.Tensor:
+        self._spend(1)
+        return super().forward(hidden, sequences, ids)
+
+    def accumulate(
+        self,
+        outputs: torch.Tensor,
+        grad_outputs: torch.Tensor | None = None,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        if grad_outputs is not None:  # the graph of the loss has no block
+            self._spend(2)
+        return super().accumulate(outputs, grad_outputs, inputs)
 
     def write(self, folder: Path, parameters: torch.Tensor) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,6 +140,8 @@ class StageLab(WorkerLab):
     counted: dict[tuple[int, int], Counter[MicrobatchId]] = field(default_factory=dict)
     """The microbatches in a committed update, by stage and round."""
 
+    begun: dict[tuple[int, PeerId], int] = field(default_factory=dict)
+    """How many microbatches an origin sent in a round."""
     moves: bool = False
     """Whether workers move to other stages."""
 
@@ -126,6 +154,11 @@ class StageLab(WorkerLab):
         stage = event["at"] = self.stage(name)
         if event["event"] == "ready" and stage:
             self._record(name, self.pipeline(name)._passes)
+        if event["event"] == "round" and event["committed"]:
+            for each in self.workers:
+                origin = self.pipeline(each)._origin
+                if origin is not None and (step := origin._steps.get(event["round"])) is not None:
+                    self.begun[event["round"], self.peer(each)] = len(step.batches)
         if event["event"] == "round" and event["committed"] and stage:
             inside = [each for each in self.settled if self.peer(each) in event["contributors"]]
             counted = Counter(id for each in inside for id in self.settled[each] if self.stage(each) == stage)
@@ -154,17 +187,20 @@ class StageLab(WorkerLab):
                 hashes.setdefault((event["at"], number), set()).add(event["params_hash"])
                 if not event["at"]:
                     origins.setdefault(number, set()).update(event["contributors"])
-        training = open_job(self.sealed).job.training
-        count = training.batch_size // (training.microbatch or training.batch_size)
         for (stage, number), counted in self.counted.items():
             all_ids = {
-                MicrobatchId(number, PeerId(each), part) for each in origins[number] for part in range(count)
+                MicrobatchId(number, PeerId(each), part)
+                for each in origins[number]
+                for part in range(self.begun[number, PeerId(each)])
             }
             assert counted == Counter(all_ids), f"stage {stage}, round {number}"
         assert {key: len(values) for key, values in hashes.items()} == dict.fromkeys(hashes, 1)
 
     def trainer(self, name: str, job: Job, compute: TimedExecutor) -> Trainer | StageTrainer:
-        return _UnwrittenStage.open(job, self.stage(name), TrainingMachine(self.folder / "cache", 1 << 33))
+        machine = TrainingMachine(self.folder / "cache", 1 << 33)
+        trainer = _UnwrittenStage.open(job, self.stage(name), machine)
+        trainer.takes(self.step_s.get(name, 0.0), compute)
+        return trainer
 
     def pipeline(self, name: str) -> Pipeline:
         stages = self.workers[name]._stages

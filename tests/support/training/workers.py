@@ -114,7 +114,7 @@ class WorkerLab:
     own: Mapping[str, Path] = field(default_factory=dict)
     """The data of each worker, in a job that trains every worker on its own."""
     step_s: dict[str, float] = field(default_factory=dict)
-    """Virtual seconds of an inner step by worker; 0 for others."""
+    """Virtual seconds of an inner step by worker, or of a block in stages; 0 for others."""
 
     def __post_init__(self) -> None:
         written = parse_job(self.toml.encode()).job

@@ -190,6 +190,11 @@ class Batches:
             batch[start : start + self._microbatch] for start in range(0, len(batch), self._microbatch)
         )
 
+    @property
+    def parts_count(self) -> int:
+        """The number of microbatches of a batch."""
+        return -(-self.sampler.batch_size // self._microbatch)
+
     def filled(self, part: Tensor) -> Tensor:
         """Return a microbatch with as many rows as all have. Added rows do not count in the
         loss."""

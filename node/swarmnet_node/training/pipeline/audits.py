@@ -63,16 +63,16 @@ class StageAuditor:
         kept: Callable[[Microbatch], KeptMicrobatch | None],
         place: Callable[[PeerId], AbstractContextManager[None]],
         *,
-        batch: int,
+        count: int,
     ) -> None:
         """``kept`` returns what this worker keeps of a microbatch. ``place`` bounds the requests of
-        a peer."""
+        a peer. ``count``: the most microbatches of an origin in a round."""
         self._job = job
         self._passes = passes
         self._turns = turns
         self._kept = kept
         self._place = place
-        self._batch = batch
+        self._count = count
 
     async def serve(self) -> None:
         """Answer other workers until the transport closes."""
@@ -103,7 +103,7 @@ class StageAuditor:
             wire,
             job=self._job.id,
             stages=self._job.stages,
-            count=self._batch,
+            count=self._count,
             positions=self._passes.boundary.positions,
         )
         if microbatch.is_home:

@@ -35,7 +35,7 @@ from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import STEP
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.training.pipeline.audits import Accusations, audited_share, is_odd
-from swarmnet_protocols.training.pipeline.chains import Chains
+from swarmnet_protocols.training.pipeline.chains import Chains, part_of
 from swarmnet_protocols.training.pipeline.ledger import (
     ELECTORS,
     MicrobatchLedger,
@@ -61,9 +61,13 @@ from swarmnet_protocols.wire import refusal_pb2
 
 _log = logging.getLogger(__name__)
 
-MAX_OPEN_OWN = 8
-"""Microbatches of one origin that are under way. With fewer, later stages wait; with more, every
-worker keeps more graphs."""
+OPEN_PER_WORKER = 2
+"""Microbatches under way for each worker of all stages, from all origins together. With fewer,
+workers wait. With more, every worker keeps more graphs."""
+OPEN_HERE = 3
+"""Microbatches that an origin has under way besides these, because it computes some itself. With
+fewer, a slow origin ends last. With more, every worker keeps more graphs."""
+NO_NUMBERS = range(0)
 RETRY_S = 0.5
 """Seconds until a stage without a worker is looked at again."""
 MISSING_S = 10.0
@@ -83,15 +87,16 @@ class _Step:
     def __init__(
         self,
         round: int,
-        slot: int,
+        numbers: range,
         *,
         is_evaluated: bool = True,
         has_books: bool = True,
         is_evaluation: bool = False,
     ) -> None:
-        """``has_books`` False: workers count what passes through them, and the ledger is empty."""
+        """``numbers``: this origin's part of the microbatches of all. ``has_books`` False: workers
+        count what passes through them, and the ledger is empty."""
         self.round = round
-        self.slot = slot
+        self.numbers = numbers
         self.has_books = has_books
         self.is_evaluation = is_evaluation
         self.losses: dict[int, float] = {}
@@ -147,10 +152,12 @@ class MicrobatchOrigin:
         self._evaluation: _Step | None = None
         self._missing: tuple[int, int] | None = None
         """The round and the stage without a worker that were told last."""
+        self.batches_s: Sequence[float] = ()
+        """The seconds for a batch of each origin of the last roster, 0 if unknown."""
 
     async def originate(self, round: int, slot: int) -> None:
         """Bring the microbatches of a slot home, and have all workers confirm what they count."""
-        step = await self._begin(_Step(round, slot, is_evaluated=not self._is_due(round)))
+        step = await self._begin(_Step(round, self._numbers(slot), is_evaluated=not self._is_due(round)))
         await self._bring_all_home(step, 0)
         await step.news.until(lambda: step.ledger.is_confirmed)
         tokens = sum(step.ledger.tokens.values())
@@ -161,7 +168,7 @@ class MicrobatchOrigin:
         step, report = self._steps.get(round), NO_STEPS
         if step is None or not first:
             step = await self._begin(
-                _Step(round, slot, is_evaluated=not self._is_due(round), has_books=False)
+                _Step(round, self._numbers(slot), is_evaluated=not self._is_due(round), has_books=False)
             )
         for number in range(first, end):
             await self._bring_all_home(step, number)
@@ -172,7 +179,7 @@ class MicrobatchOrigin:
 
     async def ended(self, round: int, end: StepEnd) -> None:
         """Tell the workers of all stages how stage 0 ended a round."""
-        step = self._steps.setdefault(round, _Step(round, 0))
+        step = self._steps.setdefault(round, _Step(round, NO_NUMBERS))
         step.end = end
         await self._workers.refresh()
         me = self._job.transport.peer_id
@@ -204,7 +211,7 @@ class MicrobatchOrigin:
 
     async def _evaluate(self, round: int, place: int, origins: int, most_s: float) -> tuple[float, int]:
         held_out = await self._compute(lambda: self._passes.trainer.held_out(place, origins))
-        step = self._evaluation = _Step(round, place, has_books=False, is_evaluation=True)
+        step = self._evaluation = _Step(round, NO_NUMBERS, has_books=False, is_evaluation=True)
         step.begin({number: batch for number, (_, batch) in enumerate(held_out)})
 
         async def send(number: int) -> None:
@@ -256,6 +263,12 @@ class MicrobatchOrigin:
 
     # ---- microbatches -------------------------------------------------------------------------
 
+    def _numbers(self, slot: int) -> range:
+        """Return this origin's part of the next round, among the microbatches of all slots."""
+        if slot >= len(self.batches_s):
+            return range(slot * self._batch, (slot + 1) * self._batch)
+        return part_of(self.batches_s, slot, self._batch)
+
     async def _begin(self, step: _Step) -> _Step:
         await self._forget(step.round)
         self._steps[step.round] = step
@@ -265,7 +278,7 @@ class MicrobatchOrigin:
     async def _bring_all_home(self, step: _Step, inner: int) -> None:
         """Send the microbatches of an inner step through all stages."""
         trainer = self._passes.trainer
-        batches = await self._compute(lambda: trainer.microbatches(step.round, inner, step.slot))
+        batches = await self._compute(lambda: trainer.microbatches(step.round, inner, step.numbers))
         step.begin(dict(enumerate(batches, inner * len(batches))))
         await self._all_of(step, partial(self._bring_home, step))
         await asyncio.gather(*step.audits)
@@ -274,7 +287,10 @@ class MicrobatchOrigin:
 
     async def _all_of(self, step: _Step, bring: Callable[[int], Awaitable[None]]) -> None:
         """Bring all microbatches of a step home, a few at a time."""
-        open_here = asyncio.Semaphore(MAX_OPEN_OWN)
+        workers = 1 + sum(len(self._workers.of(stage)) for stage in range(self._job.stages))
+        origins = 1 + len(self._workers.of(0))
+        share = len(step.batches) / (self._batch * origins)
+        open_here = asyncio.Semaphore(OPEN_HERE + round(OPEN_PER_WORKER * workers * share))
 
         async def place(number: int) -> None:
             async with open_here:
@@ -310,7 +326,6 @@ class MicrobatchOrigin:
         while True:
             chain = await self._complete(step.round, chain)
             addresses = self._workers.addresses(1, chain[0])
-            start_s = self._now()
             sent, again = Microbatch(id, 1, chain, tokens, step.is_evaluation), number in step.tried
             step.tried.add(number)
             size_bytes = self._passes.boundary.answer_bytes(sent)
@@ -322,8 +337,6 @@ class MicrobatchOrigin:
             except StageFailed as failed:
                 chain = self._without(chain, failed, blamed)
                 continue
-            for peer in chain:
-                self._chains.observe(peer, self._now() - start_s)
             step.used.update(enumerate(chain, 1))
             if step.has_books:
                 step.ledger.enter(number, chain, tokens)
@@ -392,7 +405,9 @@ class MicrobatchOrigin:
             index = places.index(PeerId(""))
             candidates = self._workers.candidates(index + 1)
             if free := [each for each in candidates if each not in places]:
-                places[index] = self._chains.choose(free)
+                places[index] = self._chains.choose(
+                    {each: self._workers.batch_s(index + 1, each) for each in free}
+                )
             else:
                 # A worker that moved here has left its place in another stage.
                 places = [PeerId("") if each in candidates else each for each in places]

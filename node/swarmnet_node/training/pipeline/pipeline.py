@@ -33,6 +33,7 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
 from swarmnet_protocols.training.jobs import SealedJob
+from swarmnet_protocols.training.pipeline.chains import MOST_BATCHES
 from swarmnet_protocols.training.pipeline.ledger import (
     ELECTORS,
     Accounts,
@@ -113,13 +114,13 @@ class Pipeline:
         """The microbatches of an origin's batch."""
         self._held_out = settings.eval.batches * batch + len(settings.data.sources)
         """The most microbatches of an evaluation."""
-        self._numbers = batch * (inner_steps or 1)
-        """Microbatches of an origin in a round."""
+        self._numbers = batch * (inner_steps or min(settings.exchange.max_workers, MOST_BATCHES))
+        """Most microbatches of an origin in a round."""
         self._turns = Turns(compute)
         self._client = MicrobatchClient(
             job.transport, job.id, job.timing, passes.sign is not None, job.traffic
         )
-        self._auditor = StageAuditor(job, passes, self._turns, self._of, self._place, batch=batch)
+        self._auditor = StageAuditor(job, passes, self._turns, self._of, self._place, count=self._numbers)
         self._origin = (
             None if self._stage else MicrobatchOrigin(job, passes, self._turns, self._client, batch=batch)
         )
@@ -150,8 +151,8 @@ class Pipeline:
     @property
     def batch_s(self) -> float:
         """Seconds that this worker computes for one origin's batch. 0 until they are known."""
-        turns = 2 if self._stage else 3  # stage 0 begins, ends, and runs the beginning backwards
-        return turns * self._batch * self._turns.turn_s
+        there = (Urgency.FORWARD,) if self._stage else (Urgency.BEGIN, Urgency.BACKWARD)  # and the loss
+        return self._batch * self._turns.usual_s(*there, Urgency.BACKWARD)
 
     async def serve(self) -> None:
         """Serve other workers until the transport closes."""
@@ -216,6 +217,11 @@ class Pipeline:
         self._attempts = {}
         self._settled = None
         await self._news.tell()
+
+    def divide(self, batches_s: Sequence[float]) -> None:
+        """Divide the next rounds' microbatches among the origins by their seconds for a batch."""
+        if self._origin is not None and self._inner is None:
+            self._origin.batches_s = batches_s
 
     async def gradient(self, round: int, slot: int) -> bool:
         """Leave in the trainer the gradient of the microbatches that this worker counts in a round.
@@ -550,7 +556,7 @@ class Pipeline:
 
     def _listing(self, wire: pb.Listing) -> dict[int, int]:
         most = self._passes.boundary.positions
-        return listing_from_wire(wire, job=self.job.id, count=self._batch, most=most)
+        return listing_from_wire(wire, job=self.job.id, count=self._numbers, most=most)
 
     async def _note(self, stream: ToOrigin, round: int, listed: dict[int, int]) -> None:
         origin = stream.peer

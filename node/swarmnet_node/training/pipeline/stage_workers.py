@@ -70,6 +70,11 @@ class StageWorkers:
         known = self._found[stage].get(peer)
         return () if known is None else known.addresses
 
+    def batch_s(self, stage: int, peer: PeerId) -> float:
+        """Return the seconds for a batch that a worker announces; 0 if they are unknown."""
+        known = self._found[stage].get(peer)
+        return 0.0 if known is None else known.round_s
+
     def candidates(self, stage: int) -> Sequence[PeerId]:
         """Return the workers of a stage that have not just failed."""
         now = asyncio.get_running_loop().time()

@@ -35,8 +35,12 @@ class Turns:
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._count = 0
         self._busy = False
-        self.turn_s = 0.0
-        """Usual seconds of a computation. 0 before the first."""
+        self._usual_s: dict[Urgency, float] = {}
+
+    def usual_s(self, *urgencies: Urgency) -> float:
+        """Return the usual seconds of one computation of each kind. 0 until all are known."""
+        found = [self._usual_s.get(each, 0.0) for each in urgencies]
+        return sum(found) if all(found) else 0.0
 
     async def run(self, urgency: Urgency, work: Callable[[], T]) -> T:
         """Run ``work`` on the computing thread when it is its turn."""
@@ -56,7 +60,8 @@ class Turns:
         try:
             result = await self.compute(work)
             took_s = clock() - started_s
-            self.turn_s = KEEP * self.turn_s + (1 - KEEP) * took_s if self.turn_s else took_s
+            usual_s = self._usual_s.get(urgency, took_s)
+            self._usual_s[urgency] = KEEP * usual_s + (1 - KEEP) * took_s
             return result
         finally:
             self._pass_on()

@@ -69,11 +69,18 @@ class StageTrainer(TrainedModel):
         """The model's number of tokens, if stages need their ids; else 0."""
         return 0 if self._model.subspace is None else int(self._model.config.vocab_size)
 
-    def microbatches(self, round: int, step: int, slot: int) -> Sequence[Tensor]:
-        """Return the microbatches of a slot, ``[k, L + 1]`` each. Stage 0 has them."""
+    def microbatches(self, round: int, step: int, numbers: range) -> Sequence[Tensor]:
+        """Return microbatches of an inner step, ``[k, L + 1]`` each. Stage 0 has them.
+
+        ``numbers`` counts the microbatches of all slots, slot after slot.
+        """
         if self.batches is None:
             return ()
-        return self.batches.parts(self.batches.take(round, step, slot))
+        count = self.batches.parts_count
+        slots = range(numbers.start // count, -(-numbers.stop // count))
+        first = slots.start * count
+        parts = [part for slot in slots for part in self.batches.parts(self.batches.take(round, step, slot))]
+        return parts[numbers.start - first : numbers.stop - first]
 
     def held_out(self, place: int, origins: int) -> Sequence[tuple[int, Tensor]]:
         """Return the held-out microbatches that a worker of stage 0 evaluates, with their source.

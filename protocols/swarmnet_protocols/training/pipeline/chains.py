@@ -1,40 +1,54 @@
-"""The choice of a microbatch's workers: one of each stage. Pure.
+"""The choice of a microbatch's workers, one of each stage, and of an origin's microbatches. Pure.
 
-Smooth weighted round robin (as in nginx), for each stage: every worker earns its weight with each
-microbatch, and the worker that has the most is chosen and pays the sum. So a worker of twice the
-speed gets every second microbatch of three, and never two bursts in a row.
+Both follow the seconds that each worker announces for a batch. For each stage, an origin draws by
+smooth weighted round robin (as in nginx): every worker earns its rate with each microbatch. The
+worker with the most chosen pays the sum. So a worker of twice the speed gets two microbatches of
+three, and never two bursts in a row.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 
 from swarmnet_protocols.net import PeerId
 
-USUAL_WEIGHT = 1.0
-FORGET = 0.7
-"""Share of the old speed in the next estimate. With less, one slow microbatch turns many away from
-a worker. With more, a worker that became slow keeps too many."""
+MOST_BATCHES = 16
+"""Most batches that one origin takes in a round, and the most by which two origins differ. With
+more, one false speed takes more of a round. With less, a fast origin waits for slower ones."""
+
+
+def rates(batches_s: Sequence[float]) -> list[float]:
+    """Return batches per second from seconds for a batch. Unknown ones, 0, count as usual."""
+    known = [1 / each for each in batches_s if each > 0]
+    usual = sum(known) / len(known) if known else 1.0
+    return [1 / each if each > 0 else usual for each in batches_s]
+
+
+def part_of(batches_s: Sequence[float], slot: int, batch: int) -> range:
+    """Return the microbatches of the origin of a slot, among those of all slots.
+
+    ``batches_s``: the seconds that a batch of ``batch`` microbatches takes each origin. Every
+    origin takes one microbatch at least, and all end at about the same time.
+    """
+    speeds = rates(batches_s)
+    speeds = [max(each, max(speeds) / MOST_BATCHES) for each in speeds]
+    spare = (batch - 1) * len(speeds)  # after one for each
+    bounds = [place + round(spare * sum(speeds[:place]) / sum(speeds)) for place in (slot, slot + 1)]
+    return range(*bounds)
 
 
 class Chains:
-    """Chooses workers by observed speed."""
+    """Chooses workers by announced speed."""
 
     def __init__(self) -> None:
         self._credit: dict[PeerId, float] = {}
-        self._weight: dict[PeerId, float] = {}
 
-    def observe(self, peer: PeerId, seconds: float) -> None:
-        """Note that a microbatch took ``peer`` and the workers after it this long."""
-        weight = 1.0 / max(seconds, 1e-3)
-        old = self._weight.get(peer, weight)
-        self._weight[peer] = FORGET * old + (1 - FORGET) * weight
+    def choose(self, workers: Mapping[PeerId, float]) -> PeerId:
+        """Return the worker for the next microbatch. Raises ``ValueError`` if there is none.
 
-    def choose(self, workers: Collection[PeerId]) -> PeerId:
-        """Return the worker for the next microbatch. Raises ``ValueError`` if there is none."""
-        known = [self._weight[peer] for peer in workers if peer in self._weight]
-        usual = sum(known) / len(known) if known else USUAL_WEIGHT
-        weights: Mapping[PeerId, float] = {peer: self._weight.get(peer, usual) for peer in sorted(workers)}
-        for peer, weight in weights.items():
-            self._credit[peer] = self._credit.get(peer, 0.0) + weight
-        chosen = max(weights, key=lambda peer: self._credit[peer])
-        self._credit[chosen] -= sum(weights.values())
+        ``workers``: the seconds that a batch takes each worker of a stage, 0 if unknown.
+        """
+        weights = rates(list(workers.values()))
+        for peer, weight in zip(workers, weights, strict=True):
+            self._credit[peer] = self._credit.get(peer, 0.0) + weight / sum(weights)
+        chosen = max(sorted(workers), key=lambda peer: self._credit[peer])
+        self._credit[chosen] -= 1.0
         return chosen

@@ -12,7 +12,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.pipeline import microbatches, step_streams
-from swarmnet_protocols.training.pipeline.chains import Chains
+from swarmnet_protocols.training.pipeline.chains import MOST_BATCHES, Chains, part_of
 from swarmnet_protocols.training.pipeline.ledger import (
     MAX_ATTEMPTS,
     Accounts,
@@ -229,13 +229,19 @@ def test_a_stage_commits_all_tokens_or_fewer_at_last() -> None:
 
 
 def test_chains_follow_speed() -> None:
-    chains = Chains()
-    for _ in range(20):
-        chains.observe(FIRST, 1.0)
-        chains.observe(SECOND, 0.5)
-    drawn = [chains.choose([FIRST, SECOND, OTHER]) for _ in range(90)]
+    chains, batches_s = Chains(), {FIRST: 1.0, SECOND: 0.5, OTHER: 0.0}
+    drawn = [chains.choose(batches_s) for _ in range(90)]
     assert Counter(drawn) == {FIRST: 20, OTHER: 30, SECOND: 40}
     assert all(drawn[start : start + 3] != [SECOND] * 3 for start in range(88))
+
+
+def test_origins_divide_all_microbatches_by_speed() -> None:
+    for batches_s in ([1.0, 0.25, 0.0], [2.0, 2.0], [1.0, 1e-6], [0.0]):
+        parts = [part_of(batches_s, slot, 8) for slot in range(len(batches_s))]
+        assert [number for part in parts for number in part] == list(range(8 * len(batches_s)))
+        assert all(1 <= len(part) <= 8 * MOST_BATCHES for part in parts)
+    assert part_of([2.0, 2.0], 1, 8) == range(8, 16)
+    assert [len(part_of([1.0, 0.25], slot, 11)) for slot in range(2)] == [5, 17]
 
 
 def test_a_stage_goes_on_at_the_round_of_the_others() -> None:
