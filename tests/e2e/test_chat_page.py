@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.support.dashboard.pictures import portray
 from tests.support.dashboard.site import looking
-from tests.support.processes.scripted_endpoint import ScriptedEndpoint, said, scripted
+from tests.support.processes.scripted_endpoint import PEERS, ScriptedEndpoint, said, scripted
 
 pytestmark = pytest.mark.slow
 
@@ -173,6 +173,33 @@ def test_the_reader_types_the_result_of_a_tool(page: Page, endpoint: ScriptedEnd
     page.get_by_role("button", name="Send the result").press("Enter")
     expect(answered(page)).to_contain_text("It rains.")
     assert endpoint.asked[-1]["messages"][-1] == {"role": "tool", "content": "rain", "tool_call_id": "c1"}
+
+
+def test_the_page_of_a_demo_kills_a_host_of_the_answer(page: Page, endpoint: ScriptedEndpoint) -> None:
+    expect(page.get_by_role("button", name="Kill a host")).to_be_hidden()
+    page.goto(f"{endpoint.url}/#demo")
+    page.reload()
+    endpoint.answers, endpoint.pause = [said("one two three " * 300)], lambda: asyncio.sleep(0.01)
+    ask(page, "Go on.")
+    expect(page.get_by_text("10:20")).to_be_visible()
+    page.get_by_role("button", name="Kill a host").press("Enter")
+    expect(page.get_by_text("This host was killed. Another one takes its place.")).to_be_visible()
+    assert endpoint.killed == [PEERS[1]]
+    page.get_by_role("button", name="Stop").press("Enter")
+    endpoint.pause = lambda: asyncio.sleep(0)
+    answered(page)
+
+
+def test_a_key_sees_its_use_and_cancels_a_request(page: Page, endpoint: ScriptedEndpoint) -> None:
+    endpoint.answers, endpoint.running = [said("Hello there.")], ["req_1"]
+    ask(page, "Hello?")
+    expect(answered(page)).to_contain_text("Hello there.")
+    expect(
+        page.get_by_text("1 request · 1\u202f234 tokens read, 7 of them cached · 56 written")
+    ).to_be_visible()
+    page.get_by_role("button", name="Cancel the request to large").press("Enter")
+    expect(page.get_by_text("large: 9 tokens")).to_have_count(0)
+    assert endpoint.running == []
 
 
 def test_a_page_behind_a_key_asks_for_it(browser: Browser) -> None:

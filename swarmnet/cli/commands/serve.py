@@ -119,6 +119,8 @@ class EndpointOptions:
     draft: DraftOption = ""
     as_json: JsonFlag = False
     stop_on_eof: StopOnEofFlag = False
+    demo: Annotated[bool, typer.Option("--demo", hidden=True)] = False
+    """Whether the page has a button that kills a host: `swarmnet demo` waits for the event."""
 
     def access(self, own_key: str) -> "AccessPolicy":
         """Return the access rules of the endpoint. ``own_key``: the secret of this user's commands.
@@ -217,6 +219,7 @@ async def _endpoint(
 ) -> "AsyncIterator[tuple[Gateway, HttpEndpoint, ModelHosts]]":
     """Serve the endpoint while the context is open, so that this user's `swarmnet run` finds it."""
     from swarmnet.gateway.app import Gateway, refusal
+    from swarmnet.gateway.page import add_kill
     from swarmnet.gateway.quotas import Quota
     from swarmnet.web.middleware import protect
     from swarmnet.web.server import serve_http
@@ -238,7 +241,10 @@ async def _endpoint(
         )
         gateway = Gateway(served, quota, own_key=own_key)
         stack.callback(gateway.close)
-        app = protect(gateway.app(), access, max_body_bytes=gateway.parser.max_bytes, refusal=refusal)
+        bare = gateway.app()
+        if options.demo:
+            add_kill(bare, lambda peer: print_json({"event": "kill", "peer_id": peer}))
+        app = protect(bare, access, max_body_bytes=gateway.parser.max_bytes, refusal=refusal)
         endpoint = await stack.enter_async_context(serve_http(app, options.host, options.port))
         resident = Resident(endpoint.url, own_key, network.rules.swarm.hex(), model_id(local.name))
         stack.enter_context(announced(resident))
@@ -321,5 +327,6 @@ def _announce(url: str, model: str, access: "AccessPolicy", *, as_json: bool) ->
         return
     asks = "" if access.keys else ", for this machine only; no key is asked for"
     note(f"serving {model} at {url}/v1{asks}")
+    note(f"  chat at {url}")
     note(f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'YOUR KEY' if access.keys else 'none'}")
     note("stop with Ctrl-C")

@@ -3,9 +3,10 @@
 import asyncio
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -22,7 +23,11 @@ from swarmnet_protocols.models import DEFAULT_MODEL, Progress
 
 QUESTION = "What is the capital of France?"
 _HOW_TO_USE = """
-the swarm stays until Ctrl-C. {page} shows it. From another terminal:
+the swarm stays until Ctrl-C. {page} shows it. Chat with it, and kill a host in the middle of an answer:
+
+  {chat}
+
+From another terminal:
 
   curl {url}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{{"model": "smollm2-135m-instruct", "messages": [{{"role": "user", "content": "Who are you?"}}]}}'
@@ -85,17 +90,17 @@ async def _demo(swarm: DemoSwarm, count: int, *, keep: bool) -> None:
         spans = _split(await asyncio.to_thread(_count_blocks, swarm.cache_dir, report), count)
     async with swarm:
         with progress(quiet=swarm.as_json) as report:
-            first = await _start_nodes(swarm, spans, report, has_page=keep)
-            address = first["addresses"][0]
+            nodes = await _start_nodes(swarm, spans, report, has_page=keep)
+            address = nodes[0].address
         swarm.text(f"> {QUESTION}\n")
         answer = await swarm.ask(DEFAULT_MODEL, QUESTION, address, "-n", "48")
         if not swarm.as_json:
             _print_summary(answer)
         if keep:
-            gateway = await _serve(swarm, address, first["page"])
+            gateway = await _serve(swarm, address, nodes[0].ready["page"])
             stopping = asyncio.Event()
             interrupts.first = stopping.set
-            await race(stopping.wait(), gateway.fail_at_end())
+            await race(stopping.wait(), _kill_hosts(swarm, gateway, nodes))
     swarm.event({"event": "stopped"})
 
 
@@ -116,37 +121,73 @@ def _split(blocks: int, parts: int) -> list[tuple[int, int]]:
 
 async def _start_nodes(
     swarm: DemoSwarm, spans: Sequence[tuple[int, int]], report: Progress, *, has_page: bool
-) -> dict[str, Any]:
-    """Start a node for each span, and return the event "ready" of the first. It starts alone, as
-    the bootstrap peer of the others. With ``has_page`` it serves a page that shows the swarm."""
+) -> "list[_Node]":
+    """Start a node for each span. The first one starts alone, as the bootstrap peer of the others.
+    With ``has_page`` it serves a page that shows the swarm."""
     title = f"starting {counted(len(spans), 'node')}"
     report(title, 0, len(spans))
-    ready = await _start_node(swarm, spans[0], "", *(("--dashboard", "0") if has_page else ()))
-    address = ready["addresses"][0]
+    first = await _start_node(swarm, spans[0], "", *(("--dashboard", "0") if has_page else ()))
     report(title, 1, len(spans))
     async with asyncio.TaskGroup() as group:
-        others = [group.create_task(_start_node(swarm, span, address)) for span in spans[1:]]
+        others = [group.create_task(_start_node(swarm, span, first.address)) for span in spans[1:]]
         for done, other in enumerate(asyncio.as_completed(others), 2):
             await other
             report(title, done, len(spans))
-    return ready
+    return [first, *(other.result() for other in others)]
 
 
 async def _start_node(
-    swarm: DemoSwarm, span: tuple[int, int], bootstrap: str, *options: str
-) -> dict[str, Any]:
+    swarm: DemoSwarm, span: tuple[int, int], bootstrap: str, *options: str, name: str = ""
+) -> "_Node":
     start, end = span
     blocks = ("--blocks", f"{start}:{end}")
-    _, ready = await swarm.start_node(f"node-{start}-{end}", bootstrap, *blocks, *options)
-    return ready
+    name = name or f"node-{start}-{end}"
+    return _Node(*await swarm.start_node(name, bootstrap, *blocks, *options), span)
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node of the demo, its event "ready", and its blocks."""
+
+    child: Child
+    ready: Mapping[str, Any]
+    span: tuple[int, int]
+
+    @property
+    def address(self) -> str:
+        return str(self.ready["addresses"][0])
+
+
+async def _kill_hosts(swarm: DemoSwarm, gateway: Child, nodes: Sequence[_Node]) -> NoReturn:
+    """Kill a host whenever the reader of the page wants it, and start another one for its blocks.
+    Raises ``SwarmnetError`` when the gateway ends.
+
+    The first node stays: the others enter the swarm there, and it serves the page of the swarm.
+    """
+    first, *others = nodes
+    async for event in gateway.events():
+        if event.get("event") != "kill" or not others:
+            continue
+        node = next((each for each in others if each.ready["peer_id"] == event["peer_id"]), others[0])
+        node.child.process.kill()
+        swarm.event({"event": "killed", "peer_id": node.ready["peer_id"]})
+        start, end = node.span
+        name = f"node-{start}-{end}-{node.child.process.pid}"
+        others[others.index(node)] = await _start_node(swarm, node.span, first.address, name=name)
+    await gateway.fail_at_end()
 
 
 async def _serve(swarm: DemoSwarm, address: str, page: str) -> Child:
     """Start a gateway, and print how to use it and the swarm."""
     enter = ("--swarm", swarm.file, "--bootstrap", address)
-    child, ready = await swarm.start("gateway", "serve", *enter, "--port", "0")
-    swarm.event(ready | {"event": "serving", "swarm": swarm.file, "bootstrap": address, "page": page})
-    swarm.text(_HOW_TO_USE.format(url=ready["url"], swarm=swarm.file, address=address, page=page) + "\n")
+    child, ready = await swarm.start("gateway", "serve", *enter, "--port", "0", "--demo")
+    chat = f"{ready['url']}/#demo"
+    swarm.event(
+        ready | {"event": "serving", "swarm": swarm.file, "bootstrap": address, "page": page, "chat": chat}
+    )
+    swarm.text(
+        _HOW_TO_USE.format(url=ready["url"], swarm=swarm.file, address=address, page=page, chat=chat) + "\n"
+    )
     return child
 
 

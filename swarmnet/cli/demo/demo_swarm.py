@@ -45,7 +45,7 @@ class Child:
         """
         try:
             async with asyncio.timeout(seconds):
-                async for event in self._events():
+                async for event in self.events():
                     if is_wanted(event):
                         return event
                     on_other(event)
@@ -60,7 +60,8 @@ class Child:
         await self.process.wait()
         raise self._failure()
 
-    async def _events(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the events until the process ends. Raises ``SwarmnetError`` for an error event."""
         if self.process.stdout is None:
             raise RuntimeError("started without a pipe")
         async for line in self.process.stdout:

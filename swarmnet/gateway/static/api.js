@@ -42,6 +42,8 @@ export const get = async (path) => (await ask(path)).json();
 export const post = (path, body, options = {}) =>
   ask(path, { ...options, method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
 
+export const remove = (path) => ask(path, { method: "DELETE" });
+
 /** Yields the chunks of a streamed chat, and {prefill: [done, total]} while a long prompt is read. Throws `ApiError`. */
 export async function* chunks(body, signal) {
   const answer = await post("/v1/chat/completions", body, { signal });

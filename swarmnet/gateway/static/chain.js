@@ -27,12 +27,13 @@ export function chainNode(message) {
     const { route, steps, busy } = message;
     node.hidden = !route?.length;
     if (!route?.length) return;
-    reconcile(hops, route, (hop) => `${hop.peer} ${hop.start}`, hopNode, () => {});
+    reconcile(hops, route, (hop) => `${hop.peer} ${hop.start}`, hopNode, (each, hop) => each.classList.toggle("lost", Boolean(busy && hop.peer === message.killed)));
     const has = Boolean(steps?.length);
     button.disabled = !has;
     setAttribute(button, "aria-label", `${plural(route.length, "host")}, blocks ${route.map((hop) => span([hop.start, hop.end])).join(", ")}${has ? ": show where the time went" : ""}`);
-    setText(about, message.wanted ? message.wanted : has && !busy ? "Where the time went" : "");
-    hops.classList.toggle("busy", Boolean(busy));
+    const waits = busy && route.some((hop) => hop.peer === message.killed);
+    setText(about, waits ? "This host was killed. Another one takes its place." : has && !busy ? "Where the time went" : "");
+    button.classList.toggle("waits", Boolean(waits));
     if (busy && has && steps.length > lit) light(steps.at(-1));
     lit = steps?.length ?? 0;
     if (times && !busy) times.update();

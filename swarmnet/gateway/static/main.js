@@ -1,6 +1,6 @@
 /** The chat page: the conversation on the screen, the composer, and the list of conversations. */
 
-import { ApiError, chunks, get, post, setKey } from "./api.js";
+import { ApiError, chunks, get, post, remove, setKey } from "./api.js";
 import { announce, cycleTheme, h, setAttribute, setText } from "./dom.js";
 import { count, plural } from "./format.js";
 import { messageNode } from "./messages.js";
@@ -10,6 +10,7 @@ import * as store from "./store.js";
 const $ = (id) => document.getElementById(id);
 const SAVED_MS = 2000; // time between saves of an answer that grows
 const NEAR_END = 80; // pixels from the end within which the page follows the answer
+const USAGE_MS = 10_000; // time between looks at the running requests of the key
 const MAX_STEPS = 4000; // trips of an answer whose times are kept
 
 let settings = store.settings();
@@ -25,7 +26,12 @@ const toEnd = () => { scroller.scrollTop = scroller.scrollHeight; };
 const nodes = new WeakMap();
 
 function draw() {
-  $("log").replaceChildren(...chat.messages.map(nodeOf));
+  const log = $("log");
+  const wanted = chat.messages.map(nodeOf);
+  let same = 0;
+  while (same < wanted.length && log.children[same] === wanted[same]) same += 1;
+  while (log.children.length > same) log.lastChild.remove();
+  log.append(...wanted.slice(same)); // nodes that stay keep their layout
   document.body.classList.toggle("empty", chat.messages.length === 0);
   document.title = `${chat.title || "Chat"} · swarmnet`;
   setText($("title"), chat.title || "Chat");
@@ -233,8 +239,7 @@ async function loadModels() {
   for (let asked = false; ; asked = true) {
     try {
       const { data } = await get("/v1/models");
-      const list = data.filter((each) => each.id);
-      $("model").replaceChildren(...list.map((each) => h("option", { value: each.id, disabled: each.state === "forming", selected: each.id === settings.model }, each.state === "forming" ? `${each.id} (forming)` : each.id)));
+      $("model").replaceChildren(...data.map(({ id, available }) => h("option", { value: id, disabled: available === false, selected: id === settings.model }, available === false ? `${id} (some blocks have no host)` : id)));
       return;
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
@@ -244,7 +249,36 @@ async function loadModels() {
   }
 }
 
+/** Shows what this key has used, and its running requests, which it can cancel. */
 async function drawUsage() {
+  let usage;
+  try {
+    usage = await get("/v1/usage");
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    return; // the next look may succeed
+  }
+  const { requests, prompt_tokens, completion_tokens, cached_tokens, running: others } = usage;
+  $("usage").hidden = !requests;
+  $("usage").replaceChildren(
+    h("p", {}, `${plural(requests, "request")} · ${count(prompt_tokens)} tokens read, ${count(cached_tokens)} of them cached · ${count(completion_tokens)} written`),
+    h("ul", {}, others.map(({ id, model, completion_tokens: written }) => h("li", {}, h("span", {}, `${model}: ${plural(written, "token")}`),
+      h("button", { type: "button", class: "quiet-button", "aria-label": `Cancel the request to ${model}`, onclick: () => remove(`/v1/usage/${encodeURIComponent(id)}`).catch((error) => announce(error.message)).finally(drawUsage) }, "Cancel")))));
+}
+
+/** Kills a host of the answer. Only the page of a demo has the button. */
+async function kill() {
+  const message = running?.message ?? chat.messages.findLast((each) => each.route);
+  const hops = message?.route ?? [];
+  const peer = (hops[Math.floor(hops.length / 2)] ?? { peer: "" }).peer;
+  try {
+    await post("/demo/kill", { peer });
+    announce("A host was killed.");
+    if (running && peer) { running.message.killed = peer; nodeOf(running.message).update(); }
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    announce(error.message);
+  }
 }
 
 function wire() {
@@ -283,6 +317,9 @@ function wire() {
     if (event.key === "Escape") running ? stop() : closeSide();
     if (event.key === "/" && !/^(TEXTAREA|INPUT|SELECT)$/.test(document.activeElement.tagName)) { event.preventDefault(); input.focus(); }
   });
+  $("kill").hidden = location.hash !== "#demo";
+  $("kill").addEventListener("click", kill);
+  setInterval(() => { if (document.visibilityState === "visible") drawUsage(); }, USAGE_MS);
   addEventListener("pagehide", () => { if (running) store.save(running.chat); });
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-from swarmnet.gateway.page import PUBLIC_PATHS, STATIC
+from swarmnet.gateway.page import PUBLIC_PATHS, STATIC, add_kill
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
 from swarmnet.web.pages import add_page
 from swarmnet.web.server import serve_http
@@ -49,23 +49,40 @@ def said(text: str) -> list[Delta]:
 class ScriptedEndpoint:
     """An endpoint at ``url``. ``answers``: the deltas of the next answers. The last one repeats.
 
-    ``pause``: awaited between two deltas. ``asked``: the bodies of requests.
+    - ``pause``: awaited between two deltas.
+    - ``asked``: the bodies of requests.
+    - ``running``: ids of other running requests of the key.
+    - ``killed``: hosts that the page of a demo killed.
     """
 
     answers: list[Sequence[Delta]]
     pause: Callable[[], Any] = lambda: asyncio.sleep(0)
     asked: list[dict[str, Any]] = field(default_factory=list)
+    running: list[str] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
     url: str = ""
 
     def app(self) -> FastAPI:
         app = FastAPI()
         add_page(app, STATIC)
+        add_kill(app, self.killed.append)
         app.add_api_route("/v1/models", self.models)
+        app.add_api_route("/v1/usage", self.usage)
+        app.add_api_route("/v1/usage/{request_id}", self.cancel, methods=["DELETE"])
         app.add_api_route("/v1/chat/completions", self.answer, methods=["POST"], response_model=None)
         return app
 
     async def models(self) -> Any:
-        return {"data": [{"id": "smollm2-135m-instruct"}, {"id": "large", "state": "forming"}]}
+        return {"data": [{"id": "smollm2-135m-instruct"}, {"id": "large", "available": False}]}
+
+    async def usage(self) -> Any:
+        used = {"prompt_tokens": 1234, "completion_tokens": 56, "cached_tokens": 7, "trips": 8}
+        running = [{"id": each, "model": "large", "completion_tokens": 9} for each in self.running]
+        return {"requests": len(self.asked), **used, "running": running}
+
+    async def cancel(self, request_id: str) -> Any:
+        self.running.remove(request_id)
+        return {}
 
     async def answer(self, request: Request) -> StreamingResponse:
         self.asked.append(await request.json())
