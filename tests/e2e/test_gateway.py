@@ -118,7 +118,9 @@ def test_litellm_works_unchanged(gateway: GatewayProcess, monkeypatch: pytest.Mo
     assert "".join(part.choices[0].delta.content or "" for part in parts) == answer.choices[0].message.content
     schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
-    answer = litellm.completion(**said, max_tokens=60, tools=[tool], tool_choice="required")
+    answer = litellm.completion(
+        **said, max_tokens=60, tools=[tool], tool_choice="required", parallel_tool_calls=False
+    )
     (call,) = answer.choices[0].message.tool_calls
     assert json.loads(call.function.arguments)["city"] in {"Paris", "Rome"}
     with pytest.raises(litellm.AuthenticationError):
