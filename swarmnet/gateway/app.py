@@ -16,17 +16,22 @@ A generation request passes these steps, the cheapest first, so that a refusal c
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from swarmnet.gateway.batches.answering import LineAnswerer
+from swarmnet.gateway.batches.endpoints import Batches
 from swarmnet.gateway.errors import CLIENT_CLOSED_REQUEST, RETRY_S, ApiError, api_error
+from swarmnet.gateway.generation.answering import generating
 from swarmnet.gateway.generation.embedding import embedded
+from swarmnet.gateway.generation.events import Usage
 from swarmnet.gateway.generation.generation import Generation
 from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest
 from swarmnet.gateway.generation.sequence_requests import prepare_prompts, sequence_requests
@@ -90,6 +95,8 @@ class Gateway:
     clock: Clock = wall_clock
     own_key: str = ""
     """The secret of this user's own commands (``own_answers.py``); empty to refuse them."""
+    batches_dir: Path | None = None
+    """The folder of files and batches; None to take none."""
 
     def __post_init__(self) -> None:
         self.model = name_for_peers(self.served.local.name)
@@ -101,6 +108,10 @@ class Gateway:
         self._fingerprint = f"swarm-{self.served.local.manifest.hash.hex()[:12]}"
         self._kept = ResponsesByKey(self.clock)
         self._usage = UsageByKey()
+        self._batches = None
+        if self.batches_dir is not None:
+            folder = self.batches_dir / self.model.replace("/", "--")
+            self._batches = Batches(folder, self.line_answerer, self.parser, self.clock)
         self._running = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -141,9 +152,31 @@ class Gateway:
             PATH, self.answer_own, methods=["POST"], response_model=None, include_in_schema=False
         )
         add_page(app, STATIC)
+        if self._batches is not None:
+            self._batches.add_routes(app)
         for kind in (ApiError, SwarmnetError, HTTPException, Exception):
             app.add_exception_handler(kind, self._handle_error)
         return app
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Answer batches while the context is open."""
+        if self._batches is None:
+            yield
+            return
+        async with self._batches.running():
+            yield
+
+    def line_answerer(self, key: str) -> LineAnswerer:
+        """Return what answers the lines of a batch. ``key``: the name of the key that sent it."""
+
+        def used(usage: Usage) -> None:
+            tokens = usage.prompt_tokens + usage.completion_tokens
+            self._quotas.use_tokens(key, tokens, asyncio.get_running_loop().time())
+            self._usage[key].answered(usage)
+
+        served, served_as = self.served.for_batches(), self._served_as(key)
+        return LineAnswerer(served, served_as, self._tokenizer, self.parser, self._metrics, key, used)
 
     async def drain(self) -> None:
         """Refuse new requests and wait until the running ones have ended."""
@@ -186,7 +219,7 @@ class Gateway:
             vectors = await race(embedded(self.served, requests, body.dimensions), _client_left(request))
             if vectors is None:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-            self._usage[key].embedded(tokens)
+            self._usage[key].answered(Usage(tokens))
             return JSONResponse(body.response(self.model, vectors, tokens))
 
     async def count_tokens(self, request: Request) -> dict[str, int]:
@@ -283,23 +316,13 @@ class Gateway:
         async with AsyncExitStack() as stack:
             admitted = self._admitted(request, wanted.model, wanted.choices)
             key = await stack.enter_async_context(admitted)
-            prompts = await prepare_prompts(wanted, self._tokenizer)
-            words = await self._tokenizer.encode_words(wanted.bad_words)
-            wanted = replace(wanted, sampling=replace(wanted.sampling, bad_words=words))
-            requests = sequence_requests(wanted, prompts, self.served, self._tokenizer, key)
             generation = await stack.enter_async_context(
-                Generation.run(
-                    self.served,
-                    [*zip(requests, (each for each in prompts for _ in range(wanted.n)), strict=True)],
-                    wanted.stop,
-                    self._metrics,
-                    prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
-                )
+                generating(wanted, self.served, self._tokenizer, self._metrics, key)
             )
             running = RunningRequest(request.url.path, wanted.model, int(self.clock()), generation)
             stack.enter_context(self._usage[key].running(running))
             clock = asyncio.get_running_loop().time
-            self._quotas.use_tokens(key, sum(len(each.ids) for each in requests), clock())
+            self._quotas.use_tokens(key, generation.sent_tokens, clock())
             stack.callback(lambda: self._quotas.use_tokens(key, generation.usage.completion_tokens, clock()))
             if not wanted.stream:
                 response = whole_answer(generation, writer)

@@ -61,10 +61,10 @@ class KeyUsage:
             del self._running[request.id]
             self._ended.add(request.generation.usage)
 
-    def embedded(self, prompt_tokens: int) -> None:
-        """Count a request for embeddings."""
+    def answered(self, usage: Usage) -> None:
+        """Count a request that has been answered."""
         self._requests += 1
-        self._ended.prompt_tokens += prompt_tokens
+        self._ended.add(usage)
 
     def cancel(self, request_id: str) -> None:
         """End a running request with an error. Raises ``ApiError`` if this key has none with this

@@ -26,6 +26,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -146,10 +147,14 @@ def protect(
     csp: str = API_CSP,
     max_body_bytes: int = MAX_BODY_BYTES,
     refusal: Refusal = openai_refusal,
+    long_bodies: Mapping[str, int] = MappingProxyType({}),
 ) -> ASGIApp:
-    """Wrap ``app`` in all middleware of this module. ``csp`` is the Content-Security-Policy of its
-    responses, ``refusal`` the form of errors."""
-    app = BodyLimit(app, max_body_bytes, refusal)
+    """Wrap ``app`` in all middleware of this module.
+
+    ``csp`` is the Content-Security-Policy of its responses, ``refusal`` the form of errors.
+    ``long_bodies``: other limits of bodies by path.
+    """
+    app = BodyLimit(app, max_body_bytes, long_bodies, refusal)
     if access.keys:
         backend = ApiKeyBackend(access.keys, access.public_paths, refusal, basic_auth=access.basic_auth)
         app = AuthenticationMiddleware(app, backend, on_error=backend.challenge)
@@ -270,9 +275,10 @@ class BodyLimit:
     keys, one subnet.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, refusal: Refusal) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, by_path: Mapping[str, int], refusal: Refusal) -> None:
         self._app, self._refusal = app, refusal
         self._max_bytes = max_bytes
+        self._by_path = by_path
         self._resources = ResourceManager()
         self._resources.limit(Resource.BODIES, system=MAX_BUFFERED_BODY_BYTES)
 
@@ -280,9 +286,11 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        most = self._by_path.get(scope["path"], self._max_bytes)
+        too_long = f"the body is longer than {most} bytes"
         announced = Headers(scope=scope).get("content-length", "0")
-        if not announced.isdecimal() or int(announced[:20]) > self._max_bytes:
-            body = self._refusal(scope["path"], 413, self._message, "body_too_large")
+        if not announced.isdecimal() or int(announced[:20]) > most:
+            body = self._refusal(scope["path"], 413, too_long, "body_too_large")
             await JSONResponse(body, 413)(scope, receive, send)
             return
         received_bytes = 0
@@ -300,8 +308,8 @@ class BodyLimit:
                 raise HTTPException(408, "the body did not arrive in time") from None
             received_bytes += len(message.get("body", b""))
             ended = not message.get("more_body", False)
-            if received_bytes > self._max_bytes:
-                raise HTTPException(413, self._message)
+            if received_bytes > most:
+                raise HTTPException(413, too_long)
             try:
                 held.resize(received_bytes)
             except ResourceLimitReached:
@@ -317,10 +325,6 @@ class BodyLimit:
         key = key_name(HTTPConnection(scope))
         group = f"key {key}" if key else subnet_of(address) or "local"
         return self._resources.peer(f"{host} {key}", asyncio.get_running_loop().time(), group)
-
-    @property
-    def _message(self) -> str:
-        return f"the body is longer than {self._max_bytes} bytes"
 
 
 def _body_within_s(received_bytes: int) -> float:

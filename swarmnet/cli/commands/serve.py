@@ -32,6 +32,7 @@ from swarmnet.cli.options import (
     device_option,
 )
 from swarmnet.cli.output import note, print_json, progress, say
+from swarmnet.paths import default_state_dir
 from swarmnet.resident import KEY_NAME, Resident, announced, model_id, new_key
 from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
@@ -219,6 +220,7 @@ async def _endpoint(
 ) -> "AsyncIterator[tuple[Gateway, HttpEndpoint, ModelHosts]]":
     """Serve the endpoint while the context is open, so that this user's `swarmnet run` finds it."""
     from swarmnet.gateway.app import Gateway, refusal
+    from swarmnet.gateway.batches.endpoints import FILES, MAX_UPLOAD_BYTES
     from swarmnet.gateway.page import add_kill
     from swarmnet.gateway.quotas import Quota
     from swarmnet.web.middleware import protect
@@ -239,12 +241,15 @@ async def _endpoint(
         served = await stack.enter_async_context(
             BatchedModel.open(local, hosts, load, limits, speculate=options.speculate)
         )
-        gateway = Gateway(served, quota, own_key=own_key)
+        batches = default_state_dir() / "batches"
+        gateway = Gateway(served, quota, own_key=own_key, batches_dir=batches)
         stack.callback(gateway.close)
+        await stack.enter_async_context(gateway.running())
         bare = gateway.app()
         if options.demo:
             add_kill(bare, lambda peer: print_json({"event": "kill", "peer_id": peer}))
-        app = protect(bare, access, max_body_bytes=gateway.parser.max_bytes, refusal=refusal)
+        most, long_bodies = gateway.parser.max_bytes, {FILES: MAX_UPLOAD_BYTES}
+        app = protect(bare, access, max_body_bytes=most, long_bodies=long_bodies, refusal=refusal)
         endpoint = await stack.enter_async_context(serve_http(app, options.host, options.port))
         resident = Resident(endpoint.url, own_key, network.rules.swarm.hex(), model_id(local.name))
         stack.enter_context(announced(resident))

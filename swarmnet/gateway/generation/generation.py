@@ -88,6 +88,11 @@ class Generation:
             self._unfinished -= isinstance(item, ChoiceEnd)
             yield item
 
+    @property
+    def sent_tokens(self) -> int:
+        """Tokens of the prompts, each counted once for each of its choices."""
+        return sum(len(request.ids) for request, _ in self._choices)
+
     def fail(self, error: SwarmnetError) -> None:
         """End the generation with an error, as if a choice had failed."""
         self._put(error)

@@ -1,0 +1,95 @@
+"""The file with the answers of a batch, which is also the record of what is done.
+
+1. :meth:`Journal.open` locks the file, reads the answers that it has, and cuts off a torn last
+   line.
+2. Each answer is appended as one whole line. A killed process loses no answer that was appended.
+   The disk has them all a second later, against a loss of power.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.machine.platform import lock
+
+MAX_ANSWER_BYTES = 64 << 20
+"""Longest line that is read."""
+SYNC_S = 1.0
+"""Seconds between two waits for the disk. With less, slow disks delay answers."""
+GOOD = 200
+
+
+class Journal:
+    """An open file of answers."""
+
+    def __init__(self, descriptor: int, clock: Callable[[], float]) -> None:
+        self.ids: dict[str, str] = {}
+        """The id of each answered line by its custom_id."""
+        self.completed = 0
+        self.failed = 0
+        self._descriptor = descriptor
+        self._clock = clock
+        self._synced_s = clock()
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path, clock: Callable[[], float] = time.monotonic) -> Iterator["Journal"]:
+        """Open a file of answers, which may be absent. Raises ``ConfigError`` if it is another
+        file, or another process writes it."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        try:
+            try:
+                lock(descriptor)
+            except BlockingIOError as error:
+                raise ConfigError(f"another command writes {path}") from error
+            journal = cls(descriptor, clock)
+            journal._read(path)
+            yield journal
+            journal.sync()
+        finally:
+            os.close(descriptor)
+
+    def append(self, answer: Mapping[str, Any]) -> None:
+        """Add one answer."""
+        line = memoryview(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
+        while line:  # a write to a nearly full disk may be a part
+            line = line[os.write(self._descriptor, line) :]
+        self._count(answer)
+
+    @property
+    def is_sync_due(self) -> bool:
+        return self._clock() - self._synced_s >= SYNC_S
+
+    def sync(self) -> None:
+        """Wait until the disk has all answers."""
+        self._synced_s = self._clock()
+        os.fsync(self._descriptor)
+
+    def _count(self, answer: Mapping[str, Any]) -> None:
+        self.ids[answer["custom_id"]] = answer["id"]
+        is_good = answer["response"]["status_code"] == GOOD
+        self.completed += is_good
+        self.failed += not is_good
+
+    def _read(self, path: Path) -> None:
+        with path.open("rb") as file:
+            end = 0
+            while (raw := file.readline(MAX_ANSWER_BYTES)).endswith(b"\n"):
+                try:
+                    self._count(json.loads(raw))
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    raise ConfigError(
+                        f"{path} is not a file of answers", hint="give another --out"
+                    ) from error
+                end += len(raw)
+            if len(raw) == MAX_ANSWER_BYTES:
+                raise ConfigError(f"{path} is not a file of answers", hint="give another --out")
+        os.ftruncate(self._descriptor, end)

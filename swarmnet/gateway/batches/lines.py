@@ -1,0 +1,109 @@
+"""The lines of a batch: requests as OpenAI's batches have them, or plain prompts.
+
+A line is ``{"custom_id", "method", "url", "body"}``. A plain line is a body with ``prompt`` or
+``messages``, and perhaps ``custom_id``.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from swarmnet.gateway.protocols.chat_completions import CHAT_COMPLETIONS
+from swarmnet.gateway.protocols.completions import COMPLETIONS
+from swarmnet_protocols.errors import ConfigError
+
+MAX_LINE_BYTES = 8 << 20
+"""Longest line. The bytes of a body are bounded by the model's context, too."""
+MAX_ID_CHARS = 512
+WINDOW = 4096
+"""Lines that are sorted together. More would share more prefixes, and take more memory."""
+PREFIX_CHARS = 4096
+"""Characters of a prompt by which lines are sorted."""
+ENDPOINTS = {each.path: each for each in (CHAT_COMPLETIONS, COMPLETIONS)}
+"""The endpoints that a line may name."""
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """One request. ``model``: the model that answers where the body names none."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    model: str
+
+    @property
+    def id(self) -> str:
+        """A name of the content: another request, or another model, has another id."""
+        content = json.dumps([self.custom_id, self.url, self.body, self.model], sort_keys=True)
+        return f"batch_req_{hashlib.sha256(content.encode()).hexdigest()[:24]}"
+
+    @property
+    def prefix(self) -> tuple[str, str]:
+        """The order in which lines with a common beginning follow each other."""
+        prompt = self.body.get("messages", self.body.get("prompt"))
+        return self.url, json.dumps(prompt)[:PREFIX_CHARS]
+
+
+def read_lines(path: Path, model: str) -> Iterator[BatchLine]:
+    """Yield the requests of a file.
+
+    Raises ``ConfigError`` that names the first invalid line.
+    """
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while raw := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if raw.strip():
+                    yield _line(raw, f"line {number} of {path}", f"line-{number}", model)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _line(raw: bytes, where: str, usual_id: str, model: str) -> BatchLine:
+    if len(raw) > MAX_LINE_BYTES:
+        raise ConfigError(f"{where} is longer than {MAX_LINE_BYTES} bytes")
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{where} is not a JSON object")
+    custom_id = fields.pop("custom_id", usual_id)
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
+        raise ConfigError(f"{where}: custom_id is a text of 1 to {MAX_ID_CHARS} characters")
+    if "url" in fields or "body" in fields:
+        url, body = fields.get("url"), fields.get("body")
+    else:
+        url, body = (CHAT_COMPLETIONS if "messages" in fields else COMPLETIONS).path, fields
+    if url not in ENDPOINTS:
+        raise ConfigError(f"{where}: url is one of {', '.join(ENDPOINTS)}")
+    if not isinstance(body, dict) or not ("messages" in body or "prompt" in body):
+        raise ConfigError(
+            f"{where} has no prompt", hint='a line is {"prompt": TEXT}, {"messages": [...]}, or OpenAI\'s'
+        )
+    return BatchLine(custom_id, url, body, model)
+
+
+def checked_ids(lines: Iterable[BatchLine]) -> dict[str, str]:
+    """Return the id of each line by its custom_id. Raises ``ConfigError`` if two lines share a
+    custom_id."""
+    ids: dict[str, str] = {}
+    for line in lines:
+        if line.custom_id in ids:
+            raise ConfigError(f"two lines have the custom_id {line.custom_id[:64]!r}")
+        ids[line.custom_id] = line.id
+    return ids
+
+
+def windows_by_prefix(lines: Iterable[BatchLine]) -> Iterator[list[BatchLine]]:
+    """Yield lines in parts in which those with a common beginning follow each other. Hosts then
+    compute the beginning once."""
+    rest = iter(lines)
+    while window := sorted(islice(rest, WINDOW), key=lambda line: line.prefix):
+        yield window
