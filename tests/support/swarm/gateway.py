@@ -5,11 +5,13 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from swarmnet.gateway.app import Gateway, refusal
+from swarmnet.gateway.batches.endpoints import FILES, MAX_UPLOAD_BYTES
 from swarmnet.gateway.quotas import Quota
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
 from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
@@ -130,6 +132,7 @@ async def gateway(
     limits: BatchLimits | None = None,
     quota: Quota | None = None,
     keys: dict[str, str] | None = None,
+    batches: Path | None = None,
 ) -> AsyncIterator[Caller]:
     async with AsyncExitStack() as stack:
         hosts = await stack.enter_async_context(lab.client())
@@ -139,10 +142,13 @@ async def gateway(
             )
         )
         model.tokenizer.chat_template = TEMPLATE
-        served = Gateway(model, quota or Quota(), clock=lambda: EPOCH + asyncio.get_running_loop().time())
+        clock = asyncio.get_running_loop().time
+        served = Gateway(model, quota or Quota(), clock=lambda: EPOCH + clock(), batches_dir=batches)
         stack.callback(served.close)
+        await stack.enter_async_context(served.running())
         access = AccessPolicy(ApiKeys(keys or {}), public_paths=["/health"])
-        app = protect(served.app(), access, max_body_bytes=served.parser.max_bytes, refusal=refusal)
+        most, long_bodies = served.parser.max_bytes, {FILES: MAX_UPLOAD_BYTES}
+        app = protect(served.app(), access, max_body_bytes=most, long_bodies=long_bodies, refusal=refusal)
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
         await stack.enter_async_context(http)
         # until the nodes' announcements have been read

@@ -1,0 +1,184 @@
+"""Files and batches of a gateway, with OpenAI's client, and the file of answers."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from swarmnet.gateway.batches import store
+from swarmnet.gateway.batches.journal import Journal
+from swarmnet.gateway.batches.lines import checked_ids, read_lines, windows_by_prefix
+from swarmnet.gateway.batches.store import BatchStore, StoresByKey
+from swarmnet_protocols.errors import ConfigError
+from tests.defences import Patch, defence, replacing
+from tests.support.swarm.gateway import COMMON, Caller, served
+from tests.support.swarm.swarm_lab import Lab, Reference
+
+KEYS = {"alice": "alices-key", "bob": "bobs-secret"}
+COMPLETIONS = "/v1/completions"
+
+
+def _client(caller: Caller, key: str = "alices-key") -> Any:
+    return openai.AsyncOpenAI(
+        base_url="http://127.0.0.1/v1", api_key=key, http_client=caller.http, max_retries=0
+    )
+
+
+def _lines(*prompts: str, **fields: Any) -> bytes:
+    about = {**COMMON, "max_tokens": 4, **fields}
+    lines = [
+        {"custom_id": f"n{n}", "method": "POST", "url": COMPLETIONS, "body": {**about, "prompt": prompt}}
+        for n, prompt in enumerate(prompts)
+    ]
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+async def _begin(client: Any, content: bytes) -> Any:
+    file = await client.files.create(file=("prompts.jsonl", content), purpose="batch")
+    assert file.bytes == len(content)
+    return await client.batches.create(
+        input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h", metadata={"a": "b"}
+    )
+
+
+async def _ended(client: Any, batch: Any) -> Any:
+    while batch.status in store.UNFINISHED:
+        await asyncio.sleep(0.5)
+        batch = await client.batches.retrieve(batch.id)
+    return batch
+
+
+def test_openais_client_runs_a_batch(tiny: Reference, tmp_path: Path) -> None:
+    prompts = [f"w{n} w7 w8" for n in range(5, 25)]
+
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        client = _client(caller)
+        batch = await _begin(client, _lines(*prompts, "w5 " * 9000))
+        batch = await _ended(client, batch)
+        assert [each.id async for each in client.batches.list()] == [batch.id]
+        assert len((await client.files.list()).data) == 2
+        output = (await client.files.content(batch.output_file_id)).text
+        direct = await caller.post(
+            COMPLETIONS, {**COMMON, "prompt": prompts[3], "max_tokens": 4}, "alices-key"
+        )
+        usage = await caller.http.get("/v1/usage", headers={"authorization": "Bearer alices-key"})
+        return batch, [json.loads(line) for line in output.splitlines()], direct.json(), usage.json()
+
+    batch, answers, direct, usage = served(tiny, scenario, keys=KEYS, batches=tmp_path)
+    assert (batch.status, batch.metadata) == ("completed", {"a": "b"})
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (21, 20, 1)
+    by_id = {each["custom_id"]: each["response"] for each in answers}
+    assert len(by_id) == len(answers) == 21
+    assert by_id["n3"]["body"]["choices"] == direct["choices"]
+    assert by_id["n20"]["status_code"] == 400
+    assert usage["requests"] == 21
+
+
+@defence(
+    "a key sees no files and batches of other keys",
+    off=lambda patch: patch.setattr(StoresByKey, "of", lambda self, _: BatchStore(self._folder, self._clock)),
+)
+def test_a_key_sees_no_batch_of_another(tiny: Reference, tmp_path: Path) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        batch = await _begin(_client(caller), _lines("w5"))
+        other = _client(caller, "bobs-secret")
+        for asked in (
+            lambda: other.batches.retrieve(batch.id),
+            lambda: other.batches.cancel(batch.id),
+            lambda: other.files.content(batch.input_file_id),
+        ):
+            try:
+                await asked()
+            except openai.NotFoundError:
+                continue
+            pytest.fail("another key reached the batch")
+        assert (await other.batches.list()).data == []
+
+    served(tiny, scenario, keys=KEYS, batches=tmp_path)
+
+
+def test_a_batch_goes_on_after_a_restart_and_can_be_cancelled(tiny: Reference, tmp_path: Path) -> None:
+    prompts = [f"w{n}" for n in range(5, 45)]
+
+    async def begin(_lab: Lab, caller: Caller) -> Any:
+        client = _client(caller, "-")
+        batch = await _begin(client, _lines(*prompts, max_tokens=40))
+        while not batch.request_counts or not batch.request_counts.completed:
+            await asyncio.sleep(0.05)
+            batch = await client.batches.retrieve(batch.id)
+        return batch.id
+
+    async def end(_lab: Lab, caller: Caller) -> Any:
+        client = _client(caller, "-")
+        batch = await _ended(client, await client.batches.retrieve(identity))
+        later = await _begin(client, _lines(*prompts, max_tokens=400))
+        await asyncio.sleep(1)
+        later = await client.batches.cancel(later.id)
+        assert later.status == "cancelling"
+        later = await _ended(client, later)
+        return batch, (await client.files.content(batch.output_file_id)).text, later.status
+
+    identity = served(tiny, begin, batches=tmp_path)
+    batch, output, cancelled = served(tiny, end, batches=tmp_path)
+    assert (batch.status, cancelled) == ("completed", "cancelled")
+    assert sorted(json.loads(line)["custom_id"] for line in output.splitlines()) == sorted(
+        f"n{n}" for n in range(40)
+    )
+
+
+@defence("files of a key are bounded", off=replacing(store, "MAX_FILES", 10**6))
+def test_files_of_a_key_are_bounded_and_forgotten_with_age(tmp_path: Path, monkeypatch: Patch) -> None:
+    now = [1000.0]
+    files = BatchStore(tmp_path, lambda: now[0])
+    if store.MAX_FILES < 10**6:
+        monkeypatch.setattr(store, "MAX_FILES", 3)
+    for _ in range(3):
+        files.add_file("a", "batch", b"{}")
+    with pytest.raises(Exception, match="delete some"):
+        files.add_file("a", "batch", b"{}")
+    now[0] += store.KEPT_S
+    assert files.objects("file") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torn_last_line_of_answers_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    answer = {"id": "x", "custom_id": "a", "response": {"status_code": 200}}
+    with Journal.open(path) as journal:
+        journal.append(answer)
+        with pytest.raises(ConfigError), Journal.open(path):
+            pytest.fail("two processes write one file")
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:-5])
+    with Journal.open(path) as journal:
+        assert (journal.ids, journal.completed) == ({"a": "x"}, 1)
+        assert path.read_bytes() == whole
+
+
+def test_lines_are_read_checked_and_sorted_by_prefix(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "b c"}\n\n{"prompt": "a"}\n{"custom_id": "x", "prompt": "b a"}\n')
+    lines = list(read_lines(path, "m"))
+    assert list(checked_ids(lines)) == ["line-1", "line-3", "x"]
+    assert [each.body["prompt"] for window in windows_by_prefix(lines) for each in window] == [
+        "a",
+        "b a",
+        "b c",
+    ]
+    for bad, why in (
+        ("[]", "no JSON object|not a JSON object"),
+        ("{", "not JSON"),
+        ('{"url": "/v1/x", "body": {}}', "url is one of"),
+        ('{"custom_id": 1, "prompt": "a"}', "custom_id is a text"),
+        ('{"custom_id": "line-1"}', "has no prompt"),
+    ):
+        path.write_text(bad + "\n")
+        with pytest.raises(ConfigError, match=why):
+            list(read_lines(path, "m"))
+    path.write_text('{"custom_id": "x", "prompt": "a"}\n' * 2)
+    with pytest.raises(ConfigError, match="two lines"):
+        checked_ids(read_lines(path, "m"))
