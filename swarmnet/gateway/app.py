@@ -27,7 +27,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from swarmnet.gateway.batches.answering import LineAnswerer
-from swarmnet.gateway.batches.endpoints import Batches
+from swarmnet.gateway.batches.endpoints import BatchEndpoints
 from swarmnet.gateway.errors import CLIENT_CLOSED_REQUEST, RETRY_S, ApiError, api_error
 from swarmnet.gateway.generation.answering import generating
 from swarmnet.gateway.generation.embedding import embedded
@@ -111,7 +111,7 @@ class Gateway:
         self._batches = None
         if self.batches_dir is not None:
             folder = self.batches_dir / self.model.replace("/", "--")
-            self._batches = Batches(folder, self.line_answerer, self.parser, self.clock)
+            self._batches = BatchEndpoints(folder, self.line_answerer, self.parser, self.clock)
         self._running = 0
         self._draining = False
         self._idle = asyncio.Event()

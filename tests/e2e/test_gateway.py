@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from swarmnet_protocols.models import resolve
-from tests.support.processes.commands import LOOPBACK
+from tests.support.processes.commands import LOOPBACK, RunningCommand
 from tests.support.processes.faults import kill
 from tests.support.processes.gateway_process import GatewayProcess
 from tests.support.processes.nodes import RunProcess, Swarm, swarm
@@ -255,3 +255,23 @@ def test_run_asks_the_endpoint_that_a_node_of_this_machine_serves(
         has_opened_a_chain = bool(list(data_dir.glob("client/guards/*")))
         assert has_opened_a_chain == bool(alone)
     node.kill()
+
+
+def test_a_killed_batch_loses_and_doubles_no_answer(lab: Swarm) -> None:
+    prompts, out = lab.directory / "prompts.jsonl", lab.directory / "answers.jsonl"
+    shared = "Answer in one word. The lighthouse stands on a rock in the sea, and "
+    lines = [json.dumps({"prompt": f"{shared}{n}", "max_tokens": 4, "temperature": 0}) for n in range(40)]
+    prompts.write_text("\n".join(lines))
+    where = ("--swarm", str(lab.file), "--cache-dir", str(lab.cache_dir), *lab.bootstrap_options)
+    command = ("batch", str(prompts), "--out", str(out), "--at-once", "4", *where)
+    with RunningCommand(command, lab.directory / "batch.log") as first:
+        first.wait("answers", done=8)
+        first.kill()
+    with RunningCommand(command, lab.directory / "batch.log") as second:
+        done = second.wait("done")
+        assert second.wait_for_end() == 0
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(each["custom_id"] for each in answers) == sorted(f"line-{n}" for n in range(1, 41))
+    assert all(each["response"]["status_code"] == 200 for each in answers)
+    assert 8 <= done["kept"] < 40
+    assert (done["completed"], done["failed"]) == (40, 0)

@@ -91,6 +91,8 @@ def batch(  # noqa: PLR0913 - a command line, not an interface
 
                 def show() -> None:
                     report("answers", len(journal.ids), len(ids))
+                    if as_json:
+                        print_json({"event": "answers", "done": len(journal.ids), "total": len(ids)})
 
                 opening = _answerer(client.resolve(model, network, report), network, load, at_once)
                 run_until_stopped(_answer(opening, read_lines(prompts, model), journal, at_once, show))

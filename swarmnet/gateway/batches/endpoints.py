@@ -1,8 +1,8 @@
 """``/v1/files`` and ``/v1/batches``, as OpenAI has them.
 
 1. A caller sends a file of lines, and a batch that names it.
-2. :meth:`Batches.running` takes one batch after another, the keys in turn, and answers its lines.
-   The file of answers is the record of what is done, so a restarted gateway continues.
+2. :meth:`BatchEndpoints.running` takes one batch after another, the keys in turn, and answers its
+   lines. The file of answers is the record of what is done, so a restarted gateway continues.
 3. The caller asks for the batch until it has ended, and reads its ``output_file_id``.
 """
 
@@ -49,7 +49,7 @@ class BatchBody(StrictModel):
     metadata: Annotated[dict[str, str], at_most(16)] | None = None
 
 
-class Batches:
+class BatchEndpoints:
     """The files and batches of all keys, and the batch that is being answered."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Batches:
         self._parser = parser
         self._clock = clock
         self._served: Counter[str] = Counter()
-        """Batches that were taken of each key."""
+        """BatchEndpoints that were taken of each key."""
         self._present: dict[str, Any] | None = None
         """The batch that is being answered."""
         self._ended = asyncio.Event()
