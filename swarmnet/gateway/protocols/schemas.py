@@ -120,8 +120,9 @@ class StrictModel(BaseModel):
         if not isinstance(fields, dict):
             return fields
         kept: dict[str, Any] = {}
+        ignored = (LABELS | cls.ignored) - cls._known()
         for name, value in fields.items():
-            if value is None or name in LABELS | cls.ignored or (name in NEUTRAL and value in NEUTRAL[name]):
+            if value is None or name in ignored or (name in NEUTRAL and value in NEUTRAL[name]):
                 continue
             if name not in cls._known():
                 raise PydanticCustomError(UNSUPPORTED, "Unsupported parameter", {"name": name})
