@@ -1,6 +1,7 @@
 """One liar among three workers of a stage: other workers compute its answers again."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,9 @@ def test_a_lying_auditor_excludes_nobody(tmp_path: Path) -> None:
             return True
 
         auditor = pipeline._auditor
-        auditor._is_false, auditor._exclude = lied, lambda _: None  # type: ignore[method-assign, assignment]
+        standing = replace(auditor._job.standing, exclude=lambda _: None)
+        auditor._job = replace(auditor._job, standing=standing)
+        auditor._is_false = lied  # type: ignore[method-assign]
 
     lab = liar_lab(tmp_path)
     lab.train(slander)
