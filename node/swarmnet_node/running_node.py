@@ -71,6 +71,10 @@ class Hosted:
     manifest: bytes
     total_blocks: int
     """Blocks of the whole model."""
+    context: int = 0
+    """Most positions of a sequence; 0 until the model is read."""
+    size_bytes: int = 0
+    """Size of all blocks in the files; 0 until the model is read."""
     swarm_name: str = ""
     public_name: str = ""
     version: str = "0"
@@ -125,7 +129,9 @@ class RunningNode(Ending, ABC):
             check_s=timing.address_check_s,
             ending=self._announcements,
         )
-        model = CatalogModel(hosted.manifest, self._public_model, hosted.total_blocks)
+        model = CatalogModel(
+            hosted.manifest, self._public_model, hosted.total_blocks, hosted.context, hosted.size_bytes
+        )
         self._listing = model_announcer(directory, rng, model)
 
     @asynccontextmanager

@@ -97,6 +97,17 @@ _MODEL = "The model: a known name, a directory, a .gguf file, or org/name[@revis
 ModelArgument = Annotated[str, typer.Argument(metavar="M", help=_MODEL)]
 ModelOption = Annotated[str, typer.Option("--model", "-m", metavar="M", help=_MODEL)]
 
+ServedModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="M",
+        help="Serve only this model, open from the start: see `run`.",
+        show_default="all that hosts announce",
+    ),
+]
+
 
 def _bootstrap(about: str) -> Any:
     return typer.Option("--bootstrap", metavar="ADDR", help=about, callback=_each(check_peer_address))

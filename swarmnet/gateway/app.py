@@ -3,12 +3,13 @@
 A generation request passes these steps, the cheapest first, so that a refusal costs little:
 
 1. The key's quota is checked, then the body is read and parsed (``parsing.py``).
-2. The gateway must not be draining and the batcher must have places for all choices; else 503.
-3. The request is counted: in the key's quota (429) and among the running requests.
-4. Prompts are rendered and tokenized in a thread, and checked against the context (400,
+2. The gateway must not be draining (503). The request is counted among the running ones.
+3. Its model is opened if it is closed (``models.py``). A forming model is refused (503).
+4. The batcher must have places for all choices (503), and the key's quota too (429).
+5. Prompts are rendered and tokenized in a thread, and checked against the context (400,
    ``generation/sequence_requests.py``).
-5. The choices are generated (``generation/generation.py``).
-6. The response is sent whole, or as a stream (``protocols/``). A stream closes the generation and
+6. The choices are generated (``generation/generation.py``).
+7. The response is sent whole, or as a stream (``protocols/``). A stream closes the generation and
    gives back what was counted when it ends. Its status is sent with the first token, or after
    ``FIRST_TOKEN_S``.
 """
@@ -35,8 +36,7 @@ from swarmnet.gateway.generation.events import Usage
 from swarmnet.gateway.generation.generation import Generation
 from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest
 from swarmnet.gateway.generation.sequence_requests import prepare_prompts, sequence_requests
-from swarmnet.gateway.generation.tokenization import PromptTokenizer
-from swarmnet.gateway.metrics import GatewayMetrics
+from swarmnet.gateway.models import ModelEntry, ModelTable, OpenedModel
 from swarmnet.gateway.own_answers import OwnRequest, answer_own, check_key
 from swarmnet.gateway.page import STATIC
 from swarmnet.gateway.parsing import BodyParser, is_json
@@ -65,7 +65,6 @@ from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
-from swarmnet_protocols.models.public_names import name_for_peers
 
 FIRST_TOKEN_S = 5.0
 """Seconds until a stream's status is sent even without a token. An earlier failure is reported by
@@ -87,30 +86,26 @@ R = TypeVar("R", bound=StrictModel)
 
 @dataclass
 class Gateway:
-    """The endpoint of one model, for the protocols in ``ENDPOINTS``. All requests share its
-    batcher."""
+    """The endpoint of the models of a table, for the protocols in ``ENDPOINTS``. All requests to a
+    model share its batcher."""
 
-    served: BatchedModel
+    models: ModelTable
     quota: Quota = field(default_factory=Quota)
     clock: Clock = wall_clock
     own_key: str = ""
     """The secret of this user's own commands (``own_answers.py``); empty to refuse them."""
     batches_dir: Path | None = None
-    """The folder of files and batches; None to take none."""
+    """The folder of files and batches of the only model; None to take none."""
 
     def __post_init__(self) -> None:
-        self.model = name_for_peers(self.served.local.name)
-        self.parser = BodyParser(self.served.context)
-        self._metrics = GatewayMetrics(self.model, self.served.batcher)
+        self.parser = BodyParser(self.models.max_context)
         self._quotas = QuotaTracker(self.quota)
-        self._tokenizer = PromptTokenizer(self.served)
         self._created = int(self.clock())
-        self._fingerprint = f"swarm-{self.served.local.manifest.hash.hex()[:12]}"
         self._kept = ResponsesByKey(self.clock)
         self._usage = UsageByKey()
         self._batches = None
         if self.batches_dir is not None:
-            folder = self.batches_dir / self.model.replace("/", "--")
+            folder = self.batches_dir / self.models.usual_name.replace("/", "--")
             self._batches = BatchEndpoints(folder, self.line_answerer, self.parser, self.clock)
         self._running = 0
         self._draining = False
@@ -121,7 +116,7 @@ class Gateway:
         """Return the ASGI app, without the middleware of ``swarmnet.web``."""
         app = FastAPI(title="swarmnet", docs_url=None, redoc_url=None)
         get_routes: list[tuple[str, Callable[..., Any]]] = [
-            ("/v1/models", self.models),
+            ("/v1/models", self.all_models),
             ("/v1/models/{name:path}", self.one_model),
             ("/health", self.health),
             ("/version", self.version),
@@ -130,7 +125,7 @@ class Gateway:
             ("/v1/usage", self.usage),
             ("/api/version", self.ollama_version),
             ("/api/tags", self.ollama_tags),
-            ("/api/ps", self.ollama_tags),
+            ("/api/ps", self.ollama_ps),
         ]
         for path, endpoint in get_routes:
             app.add_api_route(path, endpoint)
@@ -175,57 +170,60 @@ class Gateway:
             self._quotas.use_tokens(key, tokens, asyncio.get_running_loop().time())
             self._usage[key].answered(usage)
 
-        served, served_as = self.served.for_batches(), self._served_as(key)
-        return LineAnswerer(served, served_as, self._tokenizer, self.parser, self._metrics, key, used)
+        only = self.models.only
+        model = None if only is None else only.served
+        if model is None:
+            raise ApiError(400, "batches need an endpoint of one model", "invalid_value", param="model")
+        batched, served_as = model.batched.for_batches(), self._served_as(model, key)
+        return LineAnswerer(batched, served_as, model.tokenizer, self.parser, model.metrics, key, used)
 
     async def drain(self) -> None:
         """Refuse new requests and wait until the running ones have ended."""
         self._draining = True
         await self._idle.wait()
 
-    def close(self) -> None:
-        """Stop the tokenizer's thread."""
-        self._tokenizer.close()
-
     # ---- endpoints ------------------------------------------------------------------------------
 
-    async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._model_object()]}
+    async def all_models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._model_object(each) for each in self.models.listed()]}
 
     async def one_model(self, name: str) -> dict[str, Any]:
-        self._check_model(name)
-        return self._model_object()
+        return self._model_object(self.models.find(name))
 
     async def answer(self, endpoint: GenerationEndpoint[Any], request: Request) -> Response:
         body = await self._parse(request, endpoint.body)
-        served = self._served_as(key_name(request))
-        if isinstance(body, ResponsesBody):
-            body.continue_from(served.kept)
-        wanted = endpoint.request(body, self.served.sampling)
-        return await self._generate(request, wanted, endpoint.writer(body, served))
+        async with self._using(request, body.model) as (model, stack):
+            served = self._served_as(model, key_name(request))
+            if isinstance(body, ResponsesBody):
+                body.continue_from(served.kept)
+            wanted = endpoint.request(body, model.batched.sampling)
+            return await self._generate(request, wanted, model, endpoint.writer(body, served), stack)
 
     async def embed(self, schema: type[EmbeddingBody], request: Request) -> Response:
         body = await self._parse(request, schema)
         wanted = body.request()
-        width = self.served.local.manifest.hidden_size
-        if (body.dimensions or 1) > width:
-            message = f"an embedding of this model has {width} dimensions"
-            raise ApiError(400, message, "invalid_value", param="dimensions")
-        async with self._admitted(request, wanted.model, 1) as key:
-            prompts = await prepare_prompts(wanted, self._tokenizer)
-            requests = sequence_requests(wanted, prompts, self.served, self._tokenizer, key)
+        async with self._using(request, wanted.model) as (model, stack):
+            batched = model.batched
+            width = batched.local.manifest.hidden_size
+            if (body.dimensions or 1) > width:
+                message = f"an embedding of this model has {width} dimensions"
+                raise ApiError(400, message, "invalid_value", param="dimensions")
+            key = self._admit(request, model, 1, stack)
+            prompts = await prepare_prompts(wanted, model.tokenizer)
+            requests = sequence_requests(wanted, prompts, batched, model.tokenizer, key)
             tokens = sum(len(each.ids) for each in requests)
             self._quotas.use_tokens(key, tokens, asyncio.get_running_loop().time())
-            vectors = await race(embedded(self.served, requests, body.dimensions), _client_left(request))
+            vectors = await race(embedded(batched, requests, body.dimensions), _client_left(request))
             if vectors is None:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             self._usage[key].answered(Usage(tokens))
-            return JSONResponse(body.response(self.model, vectors, tokens))
+            return JSONResponse(body.response(model.name, vectors, tokens))
 
     async def count_tokens(self, request: Request) -> dict[str, int]:
         body = await self._parse(request, CountBody)
-        self._check_model(body.model)
-        return {"input_tokens": len(await self._tokenizer.encode_chat(body.chat(), generation_prompt=True))}
+        async with self._using(request, body.model) as (model, _):
+            ids = await model.tokenizer.encode_chat(body.chat(), generation_prompt=True)
+            return {"input_tokens": len(ids)}
 
     async def kept_response(self, response_id: str, request: Request) -> dict[str, Any]:
         return self._kept[key_name(request)].find(response_id).fields
@@ -245,47 +243,50 @@ class Gateway:
         return {"version": ollama.API_VERSION}
 
     async def ollama_tags(self) -> dict[str, Any]:
-        return {"models": [ollama.listed(self._served_as(""), self.served.max_length)]}
+        return {"models": [self._ollama_object(each) for each in self.models.listed()]}
+
+    async def ollama_ps(self) -> dict[str, Any]:
+        loaded = [each for each in self.models.listed() if each.served is not None]
+        return {"models": [self._ollama_object(each) for each in loaded]}
 
     async def ollama_show(self, request: Request) -> dict[str, Any]:
         body = await self._parse(request, ollama.ShowBody)
-        self._check_model(body.model)
-        return ollama.shown(self._served_as(""), self.served.max_length)
+        return ollama.shown(self._ollama_object(self.models.find(body.model)))
 
     async def answer_own(self, request: Request) -> Response:
         check_key(request, self.own_key)
-        self._check_not_draining()
         body = self.parser.parse(await request.body(), OwnRequest)
-        async with AsyncExitStack() as stack:
-            self._count_running(1)
-            stack.callback(self._count_running, -1)
-            return await answer_own(self.served, self._tokenizer, body, stack)
+        async with self._using(request, body.model or self.models.usual_name) as (model, stack):
+            return await answer_own(model.batched, model.tokenizer, body, stack)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         body = await self._parse(request, TokenizeRequest)
-        self._check_model(body.model or self.model)
-        if body.messages is not None and body.prompt is None:
-            chat = ChatPrompt(tuple(message.message() for message in body.messages))
-            ids = await self._tokenizer.encode_chat(chat, generation_prompt=body.add_generation_prompt)
-        elif body.prompt is not None and body.messages is None:
-            ids = await self._tokenizer.encode(body.prompt, special_tokens=body.add_special_tokens)
-        else:
-            raise ApiError(400, "give either prompt or messages", "invalid_value", param="prompt")
-        return {"count": len(ids), "max_model_len": self.served.max_length, "tokens": ids}
+        async with self._using(request, body.model or self.models.usual_name) as (model, _):
+            if body.messages is not None and body.prompt is None:
+                chat = ChatPrompt(tuple(message.message() for message in body.messages))
+                ids = await model.tokenizer.encode_chat(chat, generation_prompt=body.add_generation_prompt)
+            elif body.prompt is not None and body.messages is None:
+                ids = await model.tokenizer.encode(body.prompt, special_tokens=body.add_special_tokens)
+            else:
+                raise ApiError(400, "give either prompt or messages", "invalid_value", param="prompt")
+            return {"count": len(ids), "max_model_len": model.batched.max_length, "tokens": ids}
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
         body = await self._parse(request, DetokenizeRequest)
-        self._check_model(body.model or self.model)
-        if len(body.tokens) > self.served.max_length:
-            message = f"at most {self.served.max_length} tokens fit into the context of this model"
-            raise ApiError(400, message, "context_length_exceeded", param="tokens")
-        self._tokenizer.check_ids(body.tokens, "tokens")
-        return {"prompt": await self._tokenizer.decode(body.tokens)}
+        async with self._using(request, body.model or self.models.usual_name) as (model, _):
+            most = model.batched.max_length
+            if len(body.tokens) > most:
+                message = f"at most {most} tokens fit into the context of this model"
+                raise ApiError(400, message, "context_length_exceeded", param="tokens")
+            model.tokenizer.check_ids(body.tokens, "tokens")
+            return {"prompt": await model.tokenizer.decode(body.tokens)}
 
     async def health(self) -> Response:
         if self._draining:
             return JSONResponse({"status": "draining"}, 503)
-        if missing := self.served.missing:
+        offers = [each.offer for each in self.models.listed()]
+        if offers and all(each.missing for each in offers):
+            missing = {each.name: each.missing for each in offers}
             return JSONResponse({"status": "some blocks have no host", "missing": missing}, 503)
         return JSONResponse({"status": "ok"})
 
@@ -293,7 +294,7 @@ class Gateway:
         return {"version": version("swarmnet-p2p")}
 
     async def metrics(self) -> Response:
-        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self.models.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # ---- a request ------------------------------------------------------------------------------
 
@@ -311,56 +312,70 @@ class Gateway:
             self._quotas.count_invalid(key, asyncio.get_running_loop().time())
             raise
 
-    async def _generate(self, request: Request, wanted: GenerationRequest, writer: AnswerWriter) -> Response:
-        """Admit a request, tokenize it, generate its choices and respond."""
-        async with AsyncExitStack() as stack:
-            admitted = self._admitted(request, wanted.model, wanted.choices)
-            key = await stack.enter_async_context(admitted)
-            generation = await stack.enter_async_context(
-                generating(wanted, self.served, self._tokenizer, self._metrics, key)
-            )
-            running = RunningRequest(request.url.path, wanted.model, int(self.clock()), generation)
-            stack.enter_context(self._usage[key].running(running))
-            clock = asyncio.get_running_loop().time
-            self._quotas.use_tokens(key, generation.sent_tokens, clock())
-            stack.callback(lambda: self._quotas.use_tokens(key, generation.usage.completion_tokens, clock()))
-            if not wanted.stream:
-                response = whole_answer(generation, writer)
-                fields = await race(response, _client_left(request))
-                return Response(status_code=CLIENT_CLOSED_REQUEST) if fields is None else JSONResponse(fields)
-            if not await race(_wait_first_token(generation), _client_left(request)):
-                return Response(status_code=CLIENT_CLOSED_REQUEST)
-            return writer.response(answer_parts(generation, writer), stack.pop_all())
+    async def _generate(
+        self,
+        request: Request,
+        wanted: GenerationRequest,
+        model: OpenedModel,
+        writer: AnswerWriter,
+        stack: AsyncExitStack,
+    ) -> Response:
+        """Admit a request, tokenize it, generate its choices and respond. A streamed response takes
+        over ``stack``."""
+        key = self._admit(request, model, wanted.choices, stack)
+        generation = await stack.enter_async_context(
+            generating(wanted, model.batched, model.tokenizer, model.metrics, key)
+        )
+        running = RunningRequest(request.url.path, model.name, int(self.clock()), generation)
+        stack.enter_context(self._usage[key].running(running))
+        clock = asyncio.get_running_loop().time
+        self._quotas.use_tokens(key, generation.sent_tokens, clock())
+        stack.callback(lambda: self._quotas.use_tokens(key, generation.usage.completion_tokens, clock()))
+        if not wanted.stream:
+            response = whole_answer(generation, writer)
+            fields = await race(response, _client_left(request))
+            return Response(status_code=CLIENT_CLOSED_REQUEST) if fields is None else JSONResponse(fields)
+        if not await race(_wait_first_token(generation), _client_left(request)):
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return writer.response(answer_parts(generation, writer), stack.pop_all())
 
     @asynccontextmanager
-    async def _admitted(self, request: Request, model: str, choices: int) -> AsyncIterator[str]:
-        """Count a request while the context is open, and yield the name of its key. Raises
-        ``ApiError`` or ``Overloaded`` if it cannot run now."""
-        self._check_model(model)
+    async def _using(self, request: Request, name: str) -> AsyncIterator[tuple[OpenedModel, AsyncExitStack]]:
+        """Count a request as running and keep its model open, until the yielded stack is closed.
+
+        That is the end of the context, unless a streamed response takes the stack over. Raises
+        ``ApiError`` or ``Overloaded`` if the model is unknown or cannot be used now.
+        """
         self._check_not_draining()
-        self._check_places(choices)
+        async with AsyncExitStack() as stack:
+            self._count_running(1)
+            stack.callback(self._count_running, -1)
+            model = await stack.enter_async_context(self.models.using(name))
+            request.state.model = model.name
+            yield model, stack
+
+    def _admit(self, request: Request, model: OpenedModel, choices: int, stack: AsyncExitStack) -> str:
+        """Count a request in the quota of its key until ``stack`` is closed, and return the name of
+        the key. Raises ``ApiError`` or ``Overloaded`` if it cannot run now."""
+        self._check_places(model.batched, choices)
         key = key_name(request)
         self._quotas.admit(key, choices, asyncio.get_running_loop().time())
-        self._count_running(1)
-        try:
-            yield key
-        finally:
-            self._count_running(-1)
-            self._quotas.release(key, choices)
+        stack.callback(self._quotas.release, key, choices)
+        return key
 
     def _check_not_draining(self) -> None:
         if self._draining:
             raise ApiError(503, "the gateway is stopping", "stopping", "server_error", retry_after_s=RETRY_S)
 
-    def _check_places(self, choices: int) -> None:
+    def _check_places(self, batched: BatchedModel, choices: int) -> None:
         """Raise ``Overloaded`` if the batcher and its queue are full, ``ApiError`` if they can
         never hold this number of choices."""
-        limits = self.served.batcher.limits
+        limits = batched.batcher.limits
         most = min(MAX_CHOICES, limits.active + limits.waiting)
         if choices > most:
             message = f"a request may ask for {most} choices over all its prompts, not {choices}"
             raise ApiError(400, message, "invalid_value", param="n")
-        self.served.batcher.check_room(choices)
+        batched.batcher.check_room(choices)
 
     def _count_running(self, change: int) -> None:
         self._running += change
@@ -369,27 +384,27 @@ class Gateway:
         else:
             self._idle.clear()
 
-    def _check_model(self, name: str) -> None:
-        if name != self.model:
-            message = f"there is no model {name[:200]!r} here, only {self.model!r}"
-            raise ApiError(404, message, "model_not_found", param="model")
+    def _served_as(self, model: OpenedModel, key: str) -> ServedAs:
+        fingerprint = model.offer.fingerprint
+        return ServedAs(model.name, model.batched.tokenizer, int(self.clock()), fingerprint, self._kept[key])
 
-    def _served_as(self, key: str) -> ServedAs:
-        created, kept = int(self.clock()), self._kept[key]
-        return ServedAs(self.model, self.served.tokenizer, created, self._fingerprint, kept)
-
-    def _model_object(self) -> dict[str, Any]:
+    def _model_object(self, entry: ModelEntry) -> dict[str, Any]:
         return {
-            "id": self.model,
+            "id": entry.offer.name,
             "object": "model",
             "created": self._created,
             "owned_by": "swarmnet",
-            "max_model_len": self.served.max_length,
+            "max_model_len": entry.offer.context or None,
+            **entry.fields(),
         }
+
+    def _ollama_object(self, entry: ModelEntry) -> dict[str, Any]:
+        return {**entry.fields(), **ollama.listed(entry.offer, self._created)}
 
     async def _handle_error(self, request: Request, error: Exception) -> Response:
         response = api_error(error)
-        self._metrics.count_error(response.code)
+        model = getattr(request.state, "model", self.models.usual_name)
+        self.models.metrics.count_error(model, response.code)
         return JSONResponse(_error_body(request.url.path, response), response.status, response.headers())
 
 

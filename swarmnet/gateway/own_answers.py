@@ -49,6 +49,7 @@ OWNER = "this user"
 class OwnRequest(StrictModel):
     """A prompt of `swarmnet run`: a text, the messages of a chat, or its tokens."""
 
+    model: str = ""
     text: str | None = None
     ids: Tokens | None = None
     messages: Messages | None = None

@@ -171,7 +171,9 @@ def test_an_answer_ends_where_generate_ends(
         assert answer.token_ids == expected
 
     async def ask(_: Lab, caller: Caller) -> Any:
-        body = completion_body(PROMPT, ignore_eos=False, max_tokens=TOKENS, model=caller.gateway.model)
+        body = completion_body(
+            PROMPT, ignore_eos=False, max_tokens=TOKENS, model=caller.gateway.models.usual_name
+        )
         return (await caller.post("/v1/completions", body)).json()
 
     answer = served(reference, ask, {"a": (0, 6)})

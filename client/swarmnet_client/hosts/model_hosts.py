@@ -130,10 +130,22 @@ class ModelHosts:
         ``local`` then also takes missing weights from them. Raises ``ConfigError`` if the swarm is
         for other models, and what ``connect`` raises.
         """
-        manifest = local.manifest.hash
-        network.rules.check_model(local.name, manifest)
+        network.rules.check_model(local.name, local.manifest.hash)
         async with (
-            connect(network, client_mode=True) as (transport, directory),
+            connect(network, client_mode=True) as connection,
+            cls.over(connection, local, network) as hosts,
+        ):
+            yield hosts
+
+    @classmethod
+    @asynccontextmanager
+    async def over(
+        cls, connection: tuple[Transport, Directory], local: LocalModel, network: Network
+    ) -> AsyncIterator["ModelHosts"]:
+        """Watch the hosts of ``local`` over an open connection, as ``connect``."""
+        transport, directory = connection
+        manifest = local.manifest.hash
+        async with (
             cls(
                 transport,
                 directory,

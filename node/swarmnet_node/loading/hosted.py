@@ -33,10 +33,13 @@ def hosting_of(
 
     Raises ``OutOfResources`` if the experts do not fit into the memory.
     """
+    blocks = loaded.model.manifest.blocks
     hosted = Hosted(
         model=loaded.model.name,
         manifest=loaded.model.manifest.hash,
-        total_blocks=loaded.model.manifest.blocks,
+        total_blocks=blocks,
+        context=loaded.model.max_positions,
+        size_bytes=loaded.model.sizes(*range(blocks)).stored_bytes,
         swarm_name=config.swarm_name,
         public_name=config.public_name,
         version=version("swarmnet-p2p"),

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models.manifest import MAX_BLOCKS
+from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_FILE_BYTES
 from swarmnet_protocols.wire import records_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -60,9 +60,17 @@ SAMPLE = 256
 
 @dataclass(frozen=True)
 class CatalogModel:
+    """A model, as hosts describe it.
+
+    - ``context``: most positions of a sequence; 0 if unknown.
+    - ``size_bytes``: size of all its blocks in the files; 0 if unknown.
+    """
+
     manifest: bytes
     name: str
     blocks: int
+    context: int = 0
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,13 @@ class Catalog:
 
 def model_announcer(directory: Directory, rng: random.Random, model: CatalogModel) -> Announcer:
     """Return an announcer of a model that this peer hosts."""
-    entry = pb.CatalogModel(manifest=model.manifest, name=model.name[-MAX_NAME_CHARS:], blocks=model.blocks)
+    entry = pb.CatalogModel(
+        manifest=model.manifest,
+        name=model.name[-MAX_NAME_CHARS:],
+        blocks=model.blocks,
+        context=model.context,
+        size_bytes=model.size_bytes,
+    )
     return _announcer(directory, rng, pb.CatalogRecord(model=entry))
 
 
@@ -151,7 +165,7 @@ async def announced_model(directory: Directory, name: str) -> bytes | None:
 
 def merge(bodies: Iterable[bytes]) -> Catalog:
     """Merge the entries of all peers into one catalog. Leaves out invalid entries."""
-    named: dict[bytes, Counter[tuple[str, int]]] = {}
+    named: dict[bytes, Counter[tuple[str, int, int, int]]] = {}
     trained: Counter[str] = Counter()
     made: Counter[str] = Counter()
     for body in bodies:
@@ -161,7 +175,9 @@ def merge(bodies: Iterable[bytes]) -> Catalog:
             continue
         model = record.model
         if len(model.manifest) == 32 and _is_name(model.name) and 0 < model.blocks <= MAX_BLOCKS:
-            named.setdefault(model.manifest, Counter())[model.name, model.blocks] += 1
+            size = model.size_bytes if model.size_bytes <= MAX_FILE_BYTES else 0
+            described = model.name, model.blocks, model.context, size
+            named.setdefault(model.manifest, Counter())[described] += 1
         if len(record.job.id) == 32:
             trained[record.job.id.hex()] += 1
         made.update({each.id.hex() for each in record.made[:MAX_MADE] if len(each.id) == 32})
@@ -173,8 +189,10 @@ def merge(bodies: Iterable[bytes]) -> Catalog:
     return Catalog(tuple(models), tuple(jobs))
 
 
-def _most_used(names: Counter[tuple[str, int]]) -> tuple[str, int]:
-    return min(names, key=lambda each: (-names[each], each))
+def _most_used(names: Counter[tuple[str, int, int, int]]) -> tuple[str, int, int, int]:
+    """Return the description that most hosts give. A host that has not read its model yet knows no
+    context, so of equally frequent ones the longest context wins."""
+    return min(names, key=lambda each: (-names[each], -each[2], each))
 
 
 def _is_name(name: str) -> bool:

@@ -2,17 +2,19 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.models.public_names import is_path
 
 if TYPE_CHECKING:
+    from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.models import LocalModel, Progress
+    from swarmnet_protocols.net import Transport
 
 
 def resolve_in_swarm(
@@ -53,11 +55,7 @@ async def _fetch(name: str, network: Network, cache_dir: Path) -> str | None:
     Raises ``Unreachable`` if the swarm knows the model, and no peer has the outline.
     """
     from swarmnet_protocols.directory.catalog import announced_model
-    from swarmnet_protocols.directory.host_announcements import read_hosts
     from swarmnet_protocols.directory.revisions import announced_revision
-    from swarmnet_protocols.fetching.peers import SwarmPeers
-    from swarmnet_protocols.models.outline import fetch_outline
-    from swarmnet_protocols.timing import Timing
 
     listed = network.rules.names.get(name)
     async with AsyncExitStack() as stack:
@@ -73,7 +71,43 @@ async def _fetch(name: str, network: Network, cache_dir: Path) -> str | None:
             if revision is None:
                 return None
             name, model = revision.name, revision.manifest
-        peers = SwarmPeers(network.rules.pieces_hashes, Timing(), network.rules.models)
-        peers.attach(transport, partial(read_hosts, directory))
-        await fetch_outline(peers, name, model, cache_dir)
+        await _fetch_outline((transport, directory), network, name, model, cache_dir)
     return name
+
+
+async def resolve_announced(
+    name: str, manifest: bytes, connection: "tuple[Transport, Directory]", network: Network, **where: Any
+) -> "LocalModel":
+    """Return the model with this manifest hash, which hosts announce under ``name``.
+
+    Peers chose the name, so no path of this machine is meant. If the name means another model here,
+    or none, peers send the outline. ``where``: the folders and limits of ``resolve``. Raises as
+    ``resolve``, and ``Unreachable`` if no peer has the outline.
+    """
+    from swarmnet_protocols.models import resolve
+
+    find = partial(resolve, published=True, **where)
+    with suppress(ConfigError, Unreachable):
+        found = await asyncio.to_thread(find, name)
+        if found.manifest.hash == manifest:
+            return found
+        name = f"{name}@{manifest.hex()}"
+    await _fetch_outline(connection, network, name, manifest, where["cache_dir"])
+    found = await asyncio.to_thread(find, name)
+    if found.manifest.hash != manifest:
+        raise ConfigError(f"the files of {name} on this machine are not what its hosts have")
+    return found
+
+
+async def _fetch_outline(
+    connection: "tuple[Transport, Directory]", network: Network, name: str, model: bytes, cache_dir: Path
+) -> None:
+    from swarmnet_protocols.directory.host_announcements import read_hosts
+    from swarmnet_protocols.fetching.peers import SwarmPeers
+    from swarmnet_protocols.models.outline import fetch_outline
+    from swarmnet_protocols.timing import Timing
+
+    transport, directory = connection
+    peers = SwarmPeers(network.rules.pieces_hashes, Timing(), network.rules.models)
+    peers.attach(transport, partial(read_hosts, directory))
+    await fetch_outline(peers, name, model, cache_dir)

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%swarmnet_protocols/wire/records.proto\x12\x13swarmnet.records.v1\"\x9b\x01\n\x0cSignedRecord\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\r\n\x05topic\x18\x02 \x01(\t\x12\x0e\n\x06signer\x18\x03 \x01(\x0c\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x15\n\rexpires_at_ms\x18\x05 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x06 \x01(\x0c\x12\x11\n\tsignature\x18\x07 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x08 \x01(\x0c\"\xe1\x03\n\nHostRecord\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12-\n\x05state\x18\x04 \x01(\x0e\x32\x1e.swarmnet.records.v1.HostState\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x10\n\x08protocol\x18\x06 \x01(\r\x12\x0e\n\x06step_s\x18\x07 \x01(\x01\x12\x0f\n\x07token_s\x18\x08 \x01(\x01\x12\x18\n\x10\x63\x61\x63he_bytes_free\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x11\n\taddresses\x18\x0b \x03(\t\x12\x13\n\x0bpublic_name\x18\x0c \x01(\t\x12%\n\x03nat\x18\r \x01(\x0e\x32\x18.swarmnet.records.v1.Nat\x12\x11\n\tprecision\x18\x0e \x01(\t\x12\x12\n\narithmetic\x18\x1b \x01(\t\x12\x12\n\ncoordinate\x18\x0f \x03(\x02\x12\x12\n\nnext_start\x18\x14 \x01(\r\x12\x10\n\x08next_end\x18\x15 \x01(\r\x12\r\n\x05stays\x18\x16 \x01(\x08\x12\x17\n\x0fmissing_experts\x18\x17 \x01(\t\x12\x12\n\nmay_switch\x18\x18 \x01(\x08\x12\x0c\n\x04load\x18\x19 \x01(\x02\x12\x0c\n\x04room\x18\x1a \x01(\x04\"\x82\x02\n\rExpertsRecord\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12-\n\x05state\x18\x02 \x01(\x0e\x32\x1e.swarmnet.records.v1.HostState\x12\x10\n\x08protocol\x18\x03 \x01(\r\x12\x31\n\x06\x62locks\x18\x04 \x03(\x0b\x32!.swarmnet.records.v1.BlockExperts\x12\x11\n\taddresses\x18\x05 \x03(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x13\n\x0bpublic_name\x18\x07 \x01(\t\x12\x11\n\tprecision\x18\x08 \x01(\t\x12\r\n\x05row_s\x18\t \x01(\x01\x12\x10\n\x08\x63\x61pacity\x18\n \x01(\r\".\n\x0c\x42lockExperts\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x01(\x0c\"\xab\x01\n\rCatalogRecord\x12\x32\n\x05model\x18\x01 \x01(\x0b\x32!.swarmnet.records.v1.CatalogModelH\x00\x12.\n\x03job\x18\x02 \x01(\x0b\x32\x1f.swarmnet.records.v1.CatalogJobH\x00\x12-\n\x04made\x18\x03 \x03(\x0b\x32\x1f.swarmnet.records.v1.CatalogJobB\x07\n\x05\x65ntry\">\n\x0c\x43\x61talogModel\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\"\x18\n\nCatalogJob\x12\n\n\x02id\x18\x01 \x01(\x0c\"8\n\rProcessRecord\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04J\x04\x08\x01\x10\x02\"\"\n\rContactRecord\x12\x11\n\taddresses\x18\x01 \x03(\t\" \n\x0bRelayRecord\x12\x11\n\taddresses\x18\x01 \x03(\t\"!\n\x0cWithContacts\x12\x11\n\x08\x63ontacts\x18\xe8\x07 \x03(\x0c\"G\n\rSampleRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x0c\n\x04most\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\";\n\x0bSampleReply\x12,\n\x07samples\x18\x01 \x03(\x0b\x32\x1b.swarmnet.records.v1.Sample\"\x19\n\x06Sample\x12\x0f\n\x07records\x18\x01 \x03(\x0c*\x9e\x01\n\tHostState\x12\x1a\n\x16HOST_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12HOST_STATE_JOINING\x10\x01\x12\x15\n\x11HOST_STATE_ONLINE\x10\x02\x12\x16\n\x12HOST_STATE_LEAVING\x10\x03\x12\x17\n\x13HOST_STATE_CHOOSING\x10\x04\x12\x15\n\x11HOST_STATE_PAUSED\x10\x05*E\n\x03Nat\x12\x0f\n\x0bNAT_UNKNOWN\x10\x00\x12\x0c\n\x08NAT_NONE\x10\x01\x12\x0c\n\x08NAT_CONE\x10\x02\x12\x11\n\rNAT_SYMMETRIC\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%swarmnet_protocols/wire/records.proto\x12\x13swarmnet.records.v1\"\x9b\x01\n\x0cSignedRecord\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\r\n\x05topic\x18\x02 \x01(\t\x12\x0e\n\x06signer\x18\x03 \x01(\x0c\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x15\n\rexpires_at_ms\x18\x05 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x06 \x01(\x0c\x12\x11\n\tsignature\x18\x07 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x08 \x01(\x0c\"\xe1\x03\n\nHostRecord\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\x12-\n\x05state\x18\x04 \x01(\x0e\x32\x1e.swarmnet.records.v1.HostState\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x10\n\x08protocol\x18\x06 \x01(\r\x12\x0e\n\x06step_s\x18\x07 \x01(\x01\x12\x0f\n\x07token_s\x18\x08 \x01(\x01\x12\x18\n\x10\x63\x61\x63he_bytes_free\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x11\n\taddresses\x18\x0b \x03(\t\x12\x13\n\x0bpublic_name\x18\x0c \x01(\t\x12%\n\x03nat\x18\r \x01(\x0e\x32\x18.swarmnet.records.v1.Nat\x12\x11\n\tprecision\x18\x0e \x01(\t\x12\x12\n\narithmetic\x18\x1b \x01(\t\x12\x12\n\ncoordinate\x18\x0f \x03(\x02\x12\x12\n\nnext_start\x18\x14 \x01(\r\x12\x10\n\x08next_end\x18\x15 \x01(\r\x12\r\n\x05stays\x18\x16 \x01(\x08\x12\x17\n\x0fmissing_experts\x18\x17 \x01(\t\x12\x12\n\nmay_switch\x18\x18 \x01(\x08\x12\x0c\n\x04load\x18\x19 \x01(\x02\x12\x0c\n\x04room\x18\x1a \x01(\x04\"\x82\x02\n\rExpertsRecord\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12-\n\x05state\x18\x02 \x01(\x0e\x32\x1e.swarmnet.records.v1.HostState\x12\x10\n\x08protocol\x18\x03 \x01(\r\x12\x31\n\x06\x62locks\x18\x04 \x03(\x0b\x32!.swarmnet.records.v1.BlockExperts\x12\x11\n\taddresses\x18\x05 \x03(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x13\n\x0bpublic_name\x18\x07 \x01(\t\x12\x11\n\tprecision\x18\x08 \x01(\t\x12\r\n\x05row_s\x18\t \x01(\x01\x12\x10\n\x08\x63\x61pacity\x18\n \x01(\r\".\n\x0c\x42lockExperts\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x02 \x01(\x0c\"\xab\x01\n\rCatalogRecord\x12\x32\n\x05model\x18\x01 \x01(\x0b\x32!.swarmnet.records.v1.CatalogModelH\x00\x12.\n\x03job\x18\x02 \x01(\x0b\x32\x1f.swarmnet.records.v1.CatalogJobH\x00\x12-\n\x04made\x18\x03 \x03(\x0b\x32\x1f.swarmnet.records.v1.CatalogJobB\x07\n\x05\x65ntry\"c\n\x0c\x43\x61talogModel\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x04 \x01(\r\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\"\x18\n\nCatalogJob\x12\n\n\x02id\x18\x01 \x01(\x0c\"8\n\rProcessRecord\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04J\x04\x08\x01\x10\x02\"\"\n\rContactRecord\x12\x11\n\taddresses\x18\x01 \x03(\t\" \n\x0bRelayRecord\x12\x11\n\taddresses\x18\x01 \x03(\t\"!\n\x0cWithContacts\x12\x11\n\x08\x63ontacts\x18\xe8\x07 \x03(\x0c\"G\n\rSampleRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x0c\n\x04most\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\";\n\x0bSampleReply\x12,\n\x07samples\x18\x01 \x03(\x0b\x32\x1b.swarmnet.records.v1.Sample\"\x19\n\x06Sample\x12\x0f\n\x07records\x18\x01 \x03(\x0c*\x9e\x01\n\tHostState\x12\x1a\n\x16HOST_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12HOST_STATE_JOINING\x10\x01\x12\x15\n\x11HOST_STATE_ONLINE\x10\x02\x12\x16\n\x12HOST_STATE_LEAVING\x10\x03\x12\x17\n\x13HOST_STATE_CHOOSING\x10\x04\x12\x15\n\x11HOST_STATE_PAUSED\x10\x05*E\n\x03Nat\x12\x0f\n\x0bNAT_UNKNOWN\x10\x00\x12\x0c\n\x08NAT_NONE\x10\x01\x12\x0c\n\x08NAT_CONE\x10\x02\x12\x11\n\rNAT_SYMMETRIC\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarmnet_protocols.wire.records_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HOSTSTATE']._serialized_start=1602
-  _globals['_HOSTSTATE']._serialized_end=1760
-  _globals['_NAT']._serialized_start=1762
-  _globals['_NAT']._serialized_end=1831
+  _globals['_HOSTSTATE']._serialized_start=1639
+  _globals['_HOSTSTATE']._serialized_end=1797
+  _globals['_NAT']._serialized_start=1799
+  _globals['_NAT']._serialized_end=1868
   _globals['_SIGNEDRECORD']._serialized_start=63
   _globals['_SIGNEDRECORD']._serialized_end=218
   _globals['_HOSTRECORD']._serialized_start=221
@@ -46,21 +46,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CATALOGRECORD']._serialized_start=1014
   _globals['_CATALOGRECORD']._serialized_end=1185
   _globals['_CATALOGMODEL']._serialized_start=1187
-  _globals['_CATALOGMODEL']._serialized_end=1249
-  _globals['_CATALOGJOB']._serialized_start=1251
-  _globals['_CATALOGJOB']._serialized_end=1275
-  _globals['_PROCESSRECORD']._serialized_start=1277
-  _globals['_PROCESSRECORD']._serialized_end=1333
-  _globals['_CONTACTRECORD']._serialized_start=1335
-  _globals['_CONTACTRECORD']._serialized_end=1369
-  _globals['_RELAYRECORD']._serialized_start=1371
-  _globals['_RELAYRECORD']._serialized_end=1403
-  _globals['_WITHCONTACTS']._serialized_start=1405
-  _globals['_WITHCONTACTS']._serialized_end=1438
-  _globals['_SAMPLEREQUEST']._serialized_start=1440
-  _globals['_SAMPLEREQUEST']._serialized_end=1511
-  _globals['_SAMPLEREPLY']._serialized_start=1513
-  _globals['_SAMPLEREPLY']._serialized_end=1572
-  _globals['_SAMPLE']._serialized_start=1574
-  _globals['_SAMPLE']._serialized_end=1599
+  _globals['_CATALOGMODEL']._serialized_end=1286
+  _globals['_CATALOGJOB']._serialized_start=1288
+  _globals['_CATALOGJOB']._serialized_end=1312
+  _globals['_PROCESSRECORD']._serialized_start=1314
+  _globals['_PROCESSRECORD']._serialized_end=1370
+  _globals['_CONTACTRECORD']._serialized_start=1372
+  _globals['_CONTACTRECORD']._serialized_end=1406
+  _globals['_RELAYRECORD']._serialized_start=1408
+  _globals['_RELAYRECORD']._serialized_end=1440
+  _globals['_WITHCONTACTS']._serialized_start=1442
+  _globals['_WITHCONTACTS']._serialized_end=1475
+  _globals['_SAMPLEREQUEST']._serialized_start=1477
+  _globals['_SAMPLEREQUEST']._serialized_end=1548
+  _globals['_SAMPLEREPLY']._serialized_start=1550
+  _globals['_SAMPLEREPLY']._serialized_end=1609
+  _globals['_SAMPLE']._serialized_start=1611
+  _globals['_SAMPLE']._serialized_end=1636
 # @@protoc_insertion_point(module_scope)

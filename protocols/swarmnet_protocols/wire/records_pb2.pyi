@@ -146,14 +146,18 @@ class CatalogRecord(_message.Message):
     def __init__(self, model: _Optional[_Union[CatalogModel, _Mapping]] = ..., job: _Optional[_Union[CatalogJob, _Mapping]] = ..., made: _Optional[_Iterable[_Union[CatalogJob, _Mapping]]] = ...) -> None: ...
 
 class CatalogModel(_message.Message):
-    __slots__ = ("manifest", "name", "blocks")
+    __slots__ = ("manifest", "name", "blocks", "context", "size_bytes")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     manifest: bytes
     name: str
     blocks: int
-    def __init__(self, manifest: _Optional[bytes] = ..., name: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+    context: int
+    size_bytes: int
+    def __init__(self, manifest: _Optional[bytes] = ..., name: _Optional[str] = ..., blocks: _Optional[int] = ..., context: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class CatalogJob(_message.Message):
     __slots__ = ("id",)

@@ -146,11 +146,14 @@ def _ready(process: "subprocess.Popen[bytes]") -> str:
 
 
 def _served(resident: Resident) -> Served:
-    """Ask an endpoint for its model. Raises ``Unreachable``."""
+    """Ask an endpoint for its model: of several, the one with the longest context, because agents
+    send long instructions. Raises ``Unreachable``."""
     try:
         with closing(http.client.HTTPConnection(urlsplit(resident.url).netloc, timeout=ASK_S)) as connection:
             connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {resident.key}"})
-            found = json.loads(connection.getresponse().read(MAX_LIST_BYTES))["data"][0]
+            listed = json.loads(connection.getresponse().read(MAX_LIST_BYTES))["data"]
+        usable = [each for each in listed if each["available"] and each["max_model_len"]]
+        found = max(usable, key=lambda each: int(each["max_model_len"]))
         return Served(resident.url, resident.key, str(found["id"]), int(found["max_model_len"]))
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
         raise Unreachable(

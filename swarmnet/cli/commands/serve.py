@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -14,16 +15,18 @@ from urllib.parse import urlsplit
 
 import typer
 
+from swarmnet import units
 from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
+from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import (
     AllowHostOption,
     DraftOption,
     DtypeOption,
     HostOption,
     JsonFlag,
-    ModelOption,
     PortOption,
+    ServedModelOption,
     SpeculateOption,
     StopOnEofFlag,
     SwarmOption,
@@ -39,18 +42,22 @@ from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, NetworkStopped
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.platform import allow_open_files
-from swarmnet_protocols.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from swarmnet.gateway.app import Gateway
+    from swarmnet.gateway.models import ModelTable
     from swarmnet.web.middleware import AccessPolicy, ApiKeys
     from swarmnet.web.server import HttpEndpoint
-    from swarmnet_client.hosts.model_hosts import ModelHosts
     from swarmnet_node.supervisor import Supervisor
+    from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.models import LocalModel
+    from swarmnet_protocols.net import Transport
 
 DRAIN_S = 60.0
 """Seconds that running answers may take to end after the command is stopped."""
+MEMORY_SHARE = 4
+"""Open models take at most this part of the machine's memory, unless the user says otherwise. With
+a larger part, other programs run short. With a smaller one, models close and open more often."""
 MAX_KEY_FILE_BYTES = 1 << 20
 MAX_FILES = 65536
 """Limit on open files, raised from the usual 1024 because each HTTP connection takes one."""
@@ -88,7 +95,11 @@ class EndpointOptions:
     max_concurrent: Annotated[
         int,
         typer.Option(
-            "--max-concurrent", metavar="N", min=1, max=1024, help="Compute this many answers at a time."
+            "--max-concurrent",
+            metavar="N",
+            min=1,
+            max=1024,
+            help="Compute this many answers of a model at a time.",
         ),
     ] = 32
     requests_per_minute: Annotated[
@@ -112,6 +123,16 @@ class EndpointOptions:
     concurrent: Annotated[
         int | None,
         typer.Option("--concurrent", metavar="N", min=1, help="Answers at a time for each API key."),
+    ] = None
+    max_memory_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--max-memory",
+            metavar="SIZE",
+            help="Memory for the embeddings and heads of open models, without --model. The least recently used close for others.",
+            show_default="a quarter of this machine's",
+        ),
+        From(str, units.parse_size_bytes),
     ] = None
     device: Annotated[str, device_option("Device of embeddings and head.")] = "auto"
     dtype: DtypeOption = "auto"
@@ -141,12 +162,12 @@ class EndpointOptions:
 
 
 def serve(
-    *, swarm: SwarmOption, model: ModelOption = DEFAULT_MODEL, options: EndpointOptions, client: ClientOptions
+    *, swarm: SwarmOption, model: ServedModelOption = "", options: EndpointOptions, client: ClientOptions
 ) -> None:
-    """Serve a model that runs on the swarm as an OpenAI-compatible endpoint, until Ctrl-C.
+    """Serve the models that run on the swarm as an OpenAI-compatible endpoint, until Ctrl-C.
 
-    All callers share one client of the swarm. An endpoint that only this machine reaches needs no
-    key.
+    A model is opened at its first request, and closed when idle. `swarmnet models` lists them. All
+    callers share one client of the swarm. An endpoint that only this machine reaches needs no key.
     """
     from swarmnet.web.server import listen
     from swarmnet_protocols.models.text.chat_template import prepare_rendering
@@ -161,9 +182,13 @@ def serve(
     port: int | None = options.port
     while port is not None:  # every revision of a job has the first one's port
         with progress(quiet=options.as_json) as report:
-            local = client.resolve(model, network, report)
+            if model:
+                source: LocalModel | Folders = client.resolve(model, network, report)
+            else:
+                report("asking the swarm for its models", 0, None)
+                source = Folders(client.cache_dir, client.max_disk_bytes)
         options = replace(options, port=port)
-        port = run_until_stopped(_serve(local, network, access, options, own_key))
+        port = run_until_stopped(_serve(source, network, access, options, own_key))
 
 
 def check_origin(text: str) -> str:
@@ -214,10 +239,78 @@ def _named(line: str, place: str) -> tuple[str, str]:
     return (name, key) if colon else (place, name)
 
 
+@dataclass(frozen=True)
+class Folders:
+    """Where the models of a whole swarm are kept: the arguments of ``resolve``."""
+
+    cache_dir: Path
+    max_disk_bytes: int | None = None
+
+
+@asynccontextmanager
+async def _models(
+    source: "LocalModel | Folders",
+    connection: "tuple[Transport, Directory]",
+    network: Network,
+    options: EndpointOptions,
+) -> "AsyncIterator[ModelTable]":
+    """Yield the table of one model, or of all that hosts announce; see ``gateway/models.py``."""
+    import psutil
+
+    from swarmnet.gateway.models import ModelTable
+    from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
+    from swarmnet_client.hosts.model_hosts import ModelHosts
+    from swarmnet_client.hosts.model_offers import ModelOffer, SwarmOffers
+    from swarmnet_client.model.load_options import LoadOptions, memory_notice
+    from swarmnet_protocols.joining.without_hub import resolve_announced
+
+    load = LoadOptions.picked(
+        options.dtype, options.device, only_generates=True, wire=options.wire, draft=options.draft
+    )
+    limits = BatchLimits(active=options.max_concurrent, waiting=options.max_concurrent)
+
+    @asynccontextmanager
+    async def opened(local: "LocalModel") -> AsyncIterator[BatchedModel]:
+        network.rules.check_model(local.name, local.manifest.hash)
+        if text := memory_notice(local, load):
+            say({"event": "notice", "text": text}, text, as_json=options.as_json)
+        async with (
+            ModelHosts.over(connection, local, network) as hosts,
+            BatchedModel.open(local, hosts, load, limits, speculate=options.speculate) as batched,
+        ):
+            yield batched
+
+    @asynccontextmanager
+    async def announced_model(
+        offer: ModelOffer, reserve: Callable[[int], Awaitable[None]]
+    ) -> AsyncIterator[BatchedModel]:
+        local = await resolve_announced(offer.name, offer.manifest, connection, network, **vars(source))
+        await reserve(local.sizes("local_layers").in_memory(load.dtype.itemsize))
+        async with opened(local) as batched:
+            yield batched
+
+    if isinstance(source, Folders):
+        offers = SwarmOffers(connection[1], network.rules, random.SystemRandom(), network.trust.hosts)
+        most = options.max_memory_bytes or psutil.virtual_memory().total // MEMORY_SHARE
+        async with ModelTable.of_swarm(offers.read, announced_model, most) as models:
+            yield models
+        return
+    async with opened(source) as batched:
+        models = ModelTable.of(batched)
+        try:
+            yield models
+        finally:
+            models.close()
+
+
 @asynccontextmanager
 async def _endpoint(
-    local: "LocalModel", network: Network, access: "AccessPolicy", options: EndpointOptions, own_key: str
-) -> "AsyncIterator[tuple[Gateway, HttpEndpoint, ModelHosts]]":
+    source: "LocalModel | Folders",
+    network: Network,
+    access: "AccessPolicy",
+    options: EndpointOptions,
+    own_key: str,
+) -> "AsyncIterator[tuple[Gateway, HttpEndpoint, tuple[Transport, Directory]]]":
     """Serve the endpoint while the context is open, so that this user's `swarmnet run` finds it."""
     from swarmnet.gateway.app import Gateway, refusal
     from swarmnet.gateway.batches.endpoints import FILES, MAX_UPLOAD_BYTES
@@ -225,25 +318,14 @@ async def _endpoint(
     from swarmnet.gateway.quotas import Quota
     from swarmnet.web.middleware import protect
     from swarmnet.web.server import serve_http
-    from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
-    from swarmnet_client.hosts.model_hosts import ModelHosts
-    from swarmnet_client.model.load_options import LoadOptions, memory_notice
+    from swarmnet_protocols.joining.network import connect
 
-    load = LoadOptions.picked(
-        options.dtype, options.device, only_generates=True, wire=options.wire, draft=options.draft
-    )
-    if text := memory_notice(local, load):
-        say({"event": "notice", "text": text}, text, as_json=options.as_json)
-    limits = BatchLimits(active=options.max_concurrent, waiting=options.max_concurrent)
     quota = Quota(options.requests_per_minute, options.tokens_per_minute, options.concurrent)
     async with AsyncExitStack() as stack:
-        hosts = await stack.enter_async_context(ModelHosts.connect(local, network))
-        served = await stack.enter_async_context(
-            BatchedModel.open(local, hosts, load, limits, speculate=options.speculate)
-        )
-        batches = default_state_dir() / "batches"
-        gateway = Gateway(served, quota, own_key=own_key, batches_dir=batches)
-        stack.callback(gateway.close)
+        connection = await stack.enter_async_context(connect(network, client_mode=True))
+        models = await stack.enter_async_context(_models(source, connection, network, options))
+        batches = None if isinstance(source, Folders) else default_state_dir() / "batches"
+        gateway = Gateway(models, quota, own_key=own_key, batches_dir=batches)
         await stack.enter_async_context(gateway.running())
         bare = gateway.app()
         if options.demo:
@@ -251,13 +333,18 @@ async def _endpoint(
         most, long_bodies = gateway.parser.max_bytes, {FILES: MAX_UPLOAD_BYTES}
         app = protect(bare, access, max_body_bytes=most, long_bodies=long_bodies, refusal=refusal)
         endpoint = await stack.enter_async_context(serve_http(app, options.host, options.port))
-        resident = Resident(endpoint.url, own_key, network.rules.swarm.hex(), model_id(local.name))
+        name = "" if isinstance(source, Folders) else model_id(source.name)
+        resident = Resident(endpoint.url, own_key, network.rules.swarm.hex(), name)
         stack.enter_context(announced(resident))
-        yield gateway, endpoint, hosts
+        yield gateway, endpoint, connection
 
 
 async def _serve(
-    local: "LocalModel", network: Network, access: "AccessPolicy", options: EndpointOptions, own_key: str
+    source: "LocalModel | Folders",
+    network: Network,
+    access: "AccessPolicy",
+    options: EndpointOptions,
+    own_key: str,
 ) -> int | None:
     """Serve until the user stops the command, or peers host a newer revision of a job.
 
@@ -270,11 +357,18 @@ async def _serve(
     if options.stop_on_eof:
         interrupts.catch_end_of(sys.stdin)
     stop = asyncio.Event()
-    async with _endpoint(local, network, access, options, own_key) as (gateway, endpoint, hosts):
+    name = "" if isinstance(source, Folders) else source.name
+    async with _endpoint(source, network, access, options, own_key) as (gateway, endpoint, connection):
         interrupts.first = stop.set
-        _announce(endpoint.url, gateway.model, access, as_json=options.as_json)
-        newer = asyncio.create_task(newer_revision(hosts.directory, local.name), name="newer revision")
-        ends: list[Awaitable[object]] = [stop.wait(), hosts.transport.died(), endpoint.failed(), newer]
+        _announce(
+            endpoint.url,
+            gateway.models.usual_name,
+            len(gateway.models.entries),
+            access,
+            as_json=options.as_json,
+        )
+        newer = asyncio.create_task(newer_revision(connection[1], name), name="newer revision")
+        ends: list[Awaitable[object]] = [stop.wait(), connection[0].died(), endpoint.failed(), newer]
         await race(*ends)
         is_outdated = not newer.cancelled() and not stop.is_set()
         notify_stopping()
@@ -282,7 +376,7 @@ async def _serve(
             raise NetworkStopped
         draining = "stopping: running answers are finished; Ctrl-C again stops at once"
         if is_outdated:
-            draining = f"a newer revision than {local.name} is served: running answers are finished"
+            draining = f"a newer revision than {name} is served: running answers are finished"
         say({"event": "draining"}, draining, as_json=options.as_json)
         try:
             async with asyncio.timeout(DRAIN_S):
@@ -325,11 +419,12 @@ def node_endpoint(
     return serve_from
 
 
-def _announce(url: str, model: str, access: "AccessPolicy", *, as_json: bool) -> None:
-    notify_ready(f"{model} at {url}")
+def _announce(url: str, model: str, count: int, access: "AccessPolicy", *, as_json: bool) -> None:
+    notify_ready(f"{model or 'the models of a swarm'} at {url}")
     if as_json:
-        print_json({"event": "ready", "url": url, "model": model})
+        print_json({"event": "ready", "url": url, "model": model or None})
         return
+    model = model or f"all models of the swarm, now {count},"
     asks = "" if access.keys else ", for this machine only; no key is asked for"
     note(f"serving {model} at {url}/v1{asks}")
     note(f"  chat at {url}")

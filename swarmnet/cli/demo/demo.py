@@ -180,7 +180,9 @@ async def _kill_hosts(swarm: DemoSwarm, gateway: Child, nodes: Sequence[_Node]) 
 async def _serve(swarm: DemoSwarm, address: str, page: str) -> Child:
     """Start a gateway, and print how to use it and the swarm."""
     enter = ("--swarm", swarm.file, "--bootstrap", address)
-    child, ready = await swarm.start("gateway", "serve", *enter, "--port", "0", "--demo")
+    child, ready = await swarm.start(
+        "gateway", "serve", *enter, "--model", DEFAULT_MODEL, "--port", "0", "--demo"
+    )
     chat = f"{ready['url']}/#demo"
     swarm.event(
         ready | {"event": "serving", "swarm": swarm.file, "bootstrap": address, "page": page, "chat": chat}

@@ -13,7 +13,7 @@ from swarmnet.gateway.errors import ApiError, api_error
 from swarmnet.gateway.generation.answering import generating
 from swarmnet.gateway.generation.events import Usage
 from swarmnet.gateway.generation.tokenization import PromptTokenizer
-from swarmnet.gateway.metrics import GatewayMetrics
+from swarmnet.gateway.metrics import ModelMetrics
 from swarmnet.gateway.parsing import BodyParser
 from swarmnet.gateway.protocols.endpoint import GenerationEndpoint, ServedAs, whole_answer
 from swarmnet_client.batching.continuous_batching import BatchedModel
@@ -42,7 +42,7 @@ class LineAnswerer:
     served_as: ServedAs
     tokenizer: PromptTokenizer
     parser: BodyParser
-    metrics: GatewayMetrics
+    metrics: ModelMetrics
     key: str = ""
     used: Callable[[Usage], None] = lambda _: None
 

@@ -8,7 +8,7 @@ from swarmnet.gateway.generation.generation import Generation
 from swarmnet.gateway.generation.requests import GenerationRequest
 from swarmnet.gateway.generation.sequence_requests import prepare_prompts, sequence_requests
 from swarmnet.gateway.generation.tokenization import PromptTokenizer
-from swarmnet.gateway.metrics import GatewayMetrics
+from swarmnet.gateway.metrics import ModelMetrics
 from swarmnet_client.batching.continuous_batching import BatchedModel
 
 
@@ -17,7 +17,7 @@ async def generating(
     wanted: GenerationRequest,
     served: BatchedModel,
     tokenizer: PromptTokenizer,
-    metrics: GatewayMetrics,
+    metrics: ModelMetrics,
     key: str,
 ) -> AsyncIterator[Generation]:
     """Tokenize the prompts of a request, and generate its choices while the context is open.

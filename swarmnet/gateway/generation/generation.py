@@ -10,7 +10,7 @@ from swarmnet.gateway.generation.answer_trace import AnswerTrace
 from swarmnet.gateway.generation.detokenizer import IncrementalDetokenizer, StopStrings
 from swarmnet.gateway.generation.events import ChoiceEnd, Delta, TextDelta, Usage
 from swarmnet.gateway.generation.tokenization import PreparedPrompt
-from swarmnet.gateway.metrics import GatewayMetrics
+from swarmnet.gateway.metrics import ModelMetrics
 from swarmnet_client.batching.answers import Prefill, Request
 from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_client.model.prompt_readers import PromptScores
@@ -32,7 +32,7 @@ class Generation:
         served: BatchedModel,
         choices: Sequence[tuple[Request, PreparedPrompt]],
         stops: Sequence[str],
-        metrics: GatewayMetrics,
+        metrics: ModelMetrics,
         *,
         prompt_tokens: int,
     ) -> None:
@@ -58,7 +58,7 @@ class Generation:
         served: BatchedModel,
         choices: Sequence[tuple[Request, PreparedPrompt]],
         stops: Sequence[str],
-        metrics: GatewayMetrics,
+        metrics: ModelMetrics,
         *,
         prompt_tokens: int,
     ) -> AsyncIterator["Generation"]:

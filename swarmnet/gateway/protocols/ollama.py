@@ -55,6 +55,7 @@ from swarmnet.gateway.protocols.schemas import (
     at_most,
 )
 from swarmnet_client.batching.answers import Prefill
+from swarmnet_client.hosts.model_offers import ModelOffer
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.arrays import Array
 
@@ -297,28 +298,29 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"error": error.message}
 
 
-def listed(served: ServedAs, context: int) -> dict[str, Any]:
-    """Return the model as Ollama lists models, stored or running. ``context``: its length."""
+def listed(offer: ModelOffer, created: int) -> dict[str, Any]:
+    """Return a model as Ollama lists models, stored or running. ``created``: seconds since the
+    epoch."""
     texts = ("parent_model", "format", "family", "parameter_size", "quantization_level")
     return {
-        "name": served.model,
-        "model": served.model,
-        "modified_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
+        "name": offer.name,
+        "model": offer.name,
+        "modified_at": datetime.fromtimestamp(created, UTC).isoformat(),
         "expires_at": FOREVER,
         "size": 0,
         "size_vram": 0,
-        "digest": served.fingerprint,
+        "digest": offer.fingerprint,
         "details": {**dict.fromkeys(texts, ""), "families": []},
-        "context_length": context,
+        "context_length": offer.context,
     }
 
 
-def shown(served: ServedAs, context: int) -> dict[str, Any]:
-    """Return what Ollama tells of one model."""
+def shown(model: dict[str, Any]) -> dict[str, Any]:
+    """Return what Ollama tells of one model, given its entry in the list."""
     return {
-        **listed(served, context),
+        **model,
         "template": "",
-        "model_info": {"general.architecture": "swarm", "swarm.context_length": context},
+        "model_info": {"general.architecture": "swarm", "swarm.context_length": model["context_length"]},
         "capabilities": ["completion", "tools", "embedding"],
     }
 

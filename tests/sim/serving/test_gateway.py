@@ -193,7 +193,7 @@ def test_a_stop_string_ends_a_choice_within_a_token(tiny: Reference) -> None:
         whole = (await caller.complete(max_tokens=20, stop=["never", stop])).json()
         streamed = await caller.complete(max_tokens=20, stop=stop, stream=True)
         await asyncio.sleep(1)
-        assert caller.gateway.served.batcher.load.active == 0
+        assert caller.served.batcher.load.active == 0
         return whole, events_of(streamed.text)
 
     whole, events = served(tiny, scenario)
@@ -254,7 +254,7 @@ def test_an_empty_prompt_is_refused_as_such(tiny: Reference) -> None:
 
 def test_an_end_token_ends_a_choice(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> Any:
-        model = caller.gateway.served
+        model = caller.served
         vocabulary = replace(model.vocabulary, end_ids=(tiny.greedy(PROMPT, 5)[4],))
         object.__setattr__(model, "vocabulary", vocabulary)
         return (await caller.complete(max_tokens=20, ignore_eos=False)).json()["choices"][0]
@@ -383,13 +383,13 @@ def test_invalid_requests_are_refused_with_the_codes_of_openai(tiny: Reference) 
         assert refused(await caller.complete([])) == (400, "prompt", "invalid_value")
         assert refused(await caller.complete([97])) == (400, "prompt", "invalid_value")
         assert refused(await caller.complete(["w1"] * 9, n=2)) == (400, "n", "invalid_value")
-        tokenizer = caller.gateway.served.tokenizer
+        tokenizer = caller.served.tokenizer
         # The text is refused before it is tokenized.
         encode, tokenizer.encode = tokenizer.encode, None
         assert refused(await caller.complete("w5 " * 20_000)) == (400, None, "context_length_exceeded")
         tokenizer.encode = encode
         assert refused(await caller.complete([5] * 512)) == (400, "prompt", "context_length_exceeded")
-        caller.gateway.served.tokenizer.chat_template = None
+        caller.served.tokenizer.chat_template = None
         assert refused(await caller.chat()) == (400, None, "no_chat_template")
 
     served(tiny, scenario)
@@ -441,11 +441,11 @@ def test_a_node_failure_does_not_interrupt_a_stream(tiny: Reference, moment: int
             async for event in stream:
                 seen += 1
                 if seen == moment:
-                    (group,) = caller.gateway.served.batcher._groups
+                    (group,) = caller.served.batcher._groups
                     lab.network.crash(group.report.route[1][0])
                 if event.startswith("data: {"):
                     text += json.loads(event[6:])["choices"][0]["text"]
-            return stream.status, text, caller.gateway.served.batcher.failovers
+            return stream.status, text, caller.served.batcher.failovers
 
     spans = {**SPANS, "b2": (2, 4)}
     assert served(tiny, scenario, spans) == (200, continued(tiny.greedy(PROMPT, TOKENS)), 1)
@@ -457,7 +457,7 @@ def test_blocks_without_a_host_are_a_503(tiny: Reference) -> None:
         assert refused(answer) == (503, None, "no_route")
         assert "4:6" in answer.json()["error"]["message"]
         assert int(answer.headers["retry-after"]) > 0
-        assert (await caller.http.get("/health")).json()["missing"] == [[4, 6]]
+        assert (await caller.http.get("/health")).json()["missing"] == {"model": [[4, 6]]}
 
     served(tiny, scenario, {"a": (0, 4)})
 
@@ -508,7 +508,7 @@ def test_an_own_answer_reports_no_faults_of_earlier_answers(tiny: Reference) -> 
             return found
 
         await report()
-        [group] = caller.gateway.served.batcher._groups
+        [group] = caller.served.batcher._groups
         group.report.wrong.append(PeerId("a host"))
         group.report.failovers, group.report.longest_stall_s = 3, 9.0
         after = await report()
@@ -590,7 +590,7 @@ def test_a_draining_gateway_finishes_requests_and_refuses_new_ones(tiny: Referen
     async def scenario(_lab: Lab, caller: Caller) -> None:
         running = asyncio.create_task(caller.complete(max_tokens=TOKENS))
         await asyncio.sleep(0.1)
-        assert caller.gateway.served.batcher.load.active == 1
+        assert caller.served.batcher.load.active == 1
         draining = asyncio.create_task(caller.gateway.drain())
         await asyncio.sleep(0)
         assert refused(await caller.complete(max_tokens=1)) == (503, None, "stopping")

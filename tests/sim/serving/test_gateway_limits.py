@@ -24,7 +24,7 @@ def test_remote_work_ends_when_the_client_of_a_stream_leaves(tiny: Reference) ->
                 seen += 1
                 if seen == 4:
                     break
-        load = caller.gateway.served.batcher.load
+        load = caller.served.batcher.load
         assert (load.active, load.waiting) == (0, 0)
         await asyncio.sleep(1)
         forwards = lab.nodes["a"].status().host.forwards
@@ -37,7 +37,7 @@ def test_remote_work_ends_when_the_client_of_a_stream_leaves(tiny: Reference) ->
 @defence("a client that leaves ends its generation", off=replacing(SequenceGroup, "leave", nothing))
 def test_generation_ends_when_the_client_of_a_whole_response_leaves(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
-        batcher = caller.gateway.served.batcher
+        batcher = caller.served.batcher
         async with caller.stream("/v1/completions", completion_body(max_tokens=400)):
             await asyncio.sleep(0.5)
             assert batcher.load.active == 1
@@ -157,7 +157,7 @@ def test_more_choices_than_the_batcher_can_hold_are_invalid(tiny: Reference) -> 
 
 def test_a_choice_ended_by_a_stop_string_raises_the_batchers_estimate(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
-        batcher = caller.gateway.served.batcher
+        batcher = caller.served.batcher
         batcher._room = 1.0  # as after a shortage
         answer = await caller.complete(max_tokens=400, stop=" ")
         assert answer.json()["choices"][0]["finish_reason"] == "stop"
@@ -225,7 +225,7 @@ def test_a_text_beyond_the_context_is_tokenized_in_part(tiny: Reference) -> None
 
     async def scenario(_lab: Lab, caller: Caller) -> None:
         asked: list[int] = []
-        tokenizer = caller.gateway.served.tokenizer
+        tokenizer = caller.served.tokenizer
         encode = tokenizer.encode
 
         def counting(text: str, **options: Any) -> Any:

@@ -199,7 +199,7 @@ async def answers(lab: Lab, caller: Caller, asked: Mapping[int, Asked]) -> int:
         names = {lab.peer_id(name): name for name in ("b", "b2")}
         while True:
             await asyncio.sleep(0.3)
-            for group in caller.gateway.served.batcher._groups:
+            for group in caller.served.batcher._groups:
                 name = names[group.report.route[1][0]]
             await lab.stop(name)
             await asyncio.sleep(0.3)
@@ -225,7 +225,7 @@ async def answers(lab: Lab, caller: Caller, asked: Mapping[int, Asked]) -> int:
 def test_answers_to_random_schemas_are_valid(letters: Reference, seeds: range) -> None:
     async def scenario(lab: Lab, caller: Caller) -> int:
         checked = await answers(lab, caller, {seed: random_format(seed) for seed in seeds})
-        assert caller.gateway.served.batcher.failovers
+        assert caller.served.batcher.failovers
         return checked
 
     assert served(letters, scenario, {**SPANS, "b2": SPANS["b"]}, limit_s=1e5) > 1.5 * len(seeds)
@@ -260,10 +260,10 @@ def test_calls_of_random_tools_are_valid(letters: Reference, families: Sequence[
         checked = 0
         for name in families:
             number, marks = [*FAMILIES].index(name), FAMILIES[name]
-            caller.gateway.served.tokenizer.chat_template = TEMPLATE + "{# " + marks + " #}"
+            caller.served.tokenizer.chat_template = TEMPLATE + "{# " + marks + " #}"
             seeds = range(number * count, (number + 1) * count)
             checked += await answers(lab, caller, {seed: random_tools(seed) for seed in seeds})
-        assert caller.gateway.served.batcher.failovers
+        assert caller.served.batcher.failovers
         return checked
 
     assert served(letters, scenario, {**SPANS, "b2": SPANS["b"]}, limit_s=1e5) > len(families) * count
@@ -278,11 +278,11 @@ def test_a_schema_holds_while_a_host_is_killed(letters: Reference) -> None:
             async for event in stream:
                 seen += 1
                 if seen == 4:
-                    (group,) = caller.gateway.served.batcher._groups
+                    (group,) = caller.served.batcher._groups
                     lab.network.crash(group.report.route[1][0])
                 if event.startswith("data: {"):
                     text += json.loads(event[6:])["choices"][0]["delta"].get("content", "")
-        assert caller.gateway.served.batcher.failovers == 1
+        assert caller.served.batcher.failovers == 1
         return [plain, text]
 
     plain, interrupted = served(letters, scenario, {**SPANS, "b2": (2, 4)})

@@ -52,6 +52,6 @@ def test_only_the_key_of_a_running_request_cancels_it(tiny: Reference) -> None:
         assert own.json()["cancelled"]
         assert refused(await asked) == (499, None, "cancelled")
         assert (await _usage(caller, "alices-key")).json()["running"] == []
-        assert caller.gateway.served.batcher.load.active == 0
+        assert caller.served.batcher.load.active == 0
 
     served(tiny, scenario, keys=KEYS)

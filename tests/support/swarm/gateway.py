@@ -12,6 +12,7 @@ import httpx
 
 from swarmnet.gateway.app import Gateway, refusal
 from swarmnet.gateway.batches.endpoints import FILES, MAX_UPLOAD_BYTES
+from swarmnet.gateway.models import ModelTable
 from swarmnet.gateway.quotas import Quota
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
 from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
@@ -32,6 +33,13 @@ class Caller:
     gateway: Gateway
     app: Any
     http: httpx.AsyncClient
+
+    @property
+    def served(self) -> BatchedModel:
+        """The model of a gateway of one model."""
+        (entry,) = self.gateway.models.entries.values()
+        assert entry.served is not None
+        return entry.served.batched
 
     async def chat(self, content: str = "w5 w6", **fields: Any) -> httpx.Response:
         return await self.post("/v1/chat/completions", chat_body(content, **fields))
@@ -126,6 +134,27 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 @asynccontextmanager
+async def calling(
+    models: ModelTable,
+    quota: Quota | None = None,
+    keys: dict[str, str] | None = None,
+    batches: Path | None = None,
+) -> AsyncIterator[Caller]:
+    """A client of a gateway of these models."""
+    clock = asyncio.get_running_loop().time
+    served = Gateway(models, quota or Quota(), clock=lambda: EPOCH + clock(), batches_dir=batches)
+    access = AccessPolicy(ApiKeys(keys or {}), public_paths=["/health"])
+    most, long_bodies = served.parser.max_bytes, {FILES: MAX_UPLOAD_BYTES}
+    app = protect(served.app(), access, max_body_bytes=most, long_bodies=long_bodies, refusal=refusal)
+    transport = httpx.ASGITransport(app)
+    async with (
+        served.running(),
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http,
+    ):
+        yield Caller(served, app, http)
+
+
+@asynccontextmanager
 async def gateway(
     lab: Lab,
     *,
@@ -142,18 +171,12 @@ async def gateway(
             )
         )
         model.tokenizer.chat_template = TEMPLATE
-        clock = asyncio.get_running_loop().time
-        served = Gateway(model, quota or Quota(), clock=lambda: EPOCH + clock(), batches_dir=batches)
-        stack.callback(served.close)
-        await stack.enter_async_context(served.running())
-        access = AccessPolicy(ApiKeys(keys or {}), public_paths=["/health"])
-        most, long_bodies = served.parser.max_bytes, {FILES: MAX_UPLOAD_BYTES}
-        app = protect(served.app(), access, max_body_bytes=most, long_bodies=long_bodies, refusal=refusal)
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
-        await stack.enter_async_context(http)
+        models = ModelTable.of(model)
+        stack.callback(models.close)
+        caller = await stack.enter_async_context(calling(models, quota, keys, batches))
         # until the nodes' announcements have been read
         await asyncio.sleep(hosts.timing.refresh_s + 1)
-        yield Caller(served, app, http)
+        yield caller
 
 
 def served(

@@ -27,7 +27,7 @@ exit {EXIT}
 class Models(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         is_right = self.headers["authorization"] == f"Bearer {KEY}"
-        found = {"data": [{"id": "tiny", "max_model_len": 8192}]} if is_right else {}
+        found = {"data": [{"id": "tiny", "max_model_len": 8192, "available": True}]} if is_right else {}
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(found).encode())

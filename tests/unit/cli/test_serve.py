@@ -25,15 +25,16 @@ def idle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A stand-in for a served model that does nothing, on a swarm that does not change."""
 
     @asynccontextmanager
-    async def hosts(*_: object) -> AsyncIterator[Any]:
-        yield SimpleNamespace(directory=None, transport=SimpleNamespace(died=asyncio.Event().wait))
+    async def connected(*_: object, **__: object) -> AsyncIterator[Any]:
+        yield SimpleNamespace(died=asyncio.Event().wait), None
 
     @asynccontextmanager
     async def served(*_: object, **__: object) -> AsyncIterator[Any]:
-        local = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)))
-        yield SimpleNamespace(local=local, batcher=None, max_length=512, context=512)
+        local = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32), blocks=4))
+        yield SimpleNamespace(local=local, batcher=None, max_length=512, context=512, missing=[])
 
-    monkeypatch.setattr("swarmnet_client.hosts.model_hosts.ModelHosts.connect", hosts)
+    monkeypatch.setattr("swarmnet_protocols.joining.network.connect", connected)
+    monkeypatch.setattr("swarmnet_client.hosts.model_hosts.ModelHosts.over", connected)
     monkeypatch.setattr("swarmnet_client.batching.continuous_batching.BatchedModel.open", served)
     monkeypatch.setattr("swarmnet_client.model.load_options.memory_notice", lambda *_: "")
     monkeypatch.setattr("swarmnet.resident.default_state_dir", lambda: tmp_path)
@@ -42,8 +43,9 @@ def idle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def serving(*, stop_on_eof: bool = False) -> Coroutine[Any, Any, None]:
     """An endpoint on a free port; only stand-ins read the model and the network."""
     options = serve.EndpointOptions(port=0, max_concurrent=1, as_json=True, stop_on_eof=stop_on_eof)
-    local: Any = SimpleNamespace(name="model")
-    network: Any = SimpleNamespace(rules=SimpleNamespace(swarm=b"swarm"))
+    local: Any = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)))
+    rules = SimpleNamespace(swarm=b"swarm", check_model=lambda *_: None)
+    network: Any = SimpleNamespace(rules=rules)
     return serve._serve(local, network, AccessPolicy(), options, "own key")
 
 

@@ -1,0 +1,156 @@
+"""A gateway of a swarm: models are opened on first use, and closed when idle or for others."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnet.gateway import models
+from swarmnet.gateway.models import IDLE_S, LOOK_S, ModelTable
+from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
+from swarmnet_client.hosts.model_offers import DIGITS, ModelOffer, SwarmOffers
+from swarmnet_client.model.load_options import LoadOptions
+from swarmnet_protocols.membership.rules import Admission, Rules
+from tests.defences import defence, replacing
+from tests.support.swarm.gateway import Caller, calling, continued, refused
+from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
+from tests.support.swarm.tiny_swarm import load_tiny
+
+MEMORY = 1000
+"""Bytes that a model takes, as these tests say it."""
+TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def beta(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder: Path = tmp_path_factory.mktemp("beta")
+    return load_tiny(folder, blocks=4)
+
+
+@asynccontextmanager
+async def swarm_gateway(*labs: Lab, max_bytes: int = 2 * MEMORY) -> AsyncIterator[Caller]:
+    """A gateway of the models of ``labs``, which share a network."""
+
+    @asynccontextmanager
+    async def opener(
+        offer: ModelOffer, reserve: Callable[[int], Awaitable[None]]
+    ) -> AsyncIterator[BatchedModel]:
+        (lab,) = (each for each in labs if each.manifest == offer.manifest)
+        await reserve(MEMORY)
+        load = LoadOptions.picked("float32", "cpu")
+        async with (
+            lab.client(f"client of {offer.name}") as hosts,
+            BatchedModel.open(lab.reference.local, hosts, load, BatchLimits()) as batched,
+        ):
+            yield batched
+
+    async with labs[0].client("observer") as hosts:
+        offers = SwarmOffers(hosts.directory, Rules(SWARM, Admission.OPEN), random.Random(0))
+        async with (
+            ModelTable.of_swarm(offers.read, opener, max_bytes) as table,
+            calling(table) as caller,
+        ):
+            yield caller
+
+
+def in_swarm(tiny: Reference, beta: Reference, scenario: Callable[[Lab, Lab], Awaitable[Any]]) -> Any:
+    """Run a scenario in a network with hosts of two models."""
+
+    async def within(lab: Lab) -> Any:
+        other = lab.beside(beta)
+        await lab.start_all({"a": (0, 4), "b": (4, 6)})
+        await other.start("c", other.hosting((0, 4)))
+        return await scenario(lab, other)
+
+    return simulate(tiny, within, limit_s=2 * IDLE_S)
+
+
+def name_of(lab: Lab) -> str:
+    """The name of a model of which others have the same name."""
+    return f"tiny@{lab.manifest.hex()[:DIGITS]}"
+
+
+async def loaded(caller: Caller) -> set[str]:
+    return {each["id"] for each in (await caller.http.get("/v1/models")).json()["data"] if each["loaded"]}
+
+
+def test_16_clients_of_two_models_get_each_models_own_answers(tiny: Reference, beta: Reference) -> None:
+    async def scenario(lab: Lab, other: Lab) -> None:
+        async with swarm_gateway(lab, other) as caller:
+            asked = [(each, [2 + number, 3]) for number in range(8) for each in (lab, other)]
+            answers = await asyncio.gather(
+                *(caller.complete(ids, max_tokens=TOKENS, model=name_of(each)) for each, ids in asked)
+            )
+            for (each, ids), answer in zip(asked, answers, strict=True):
+                expected = continued(each.reference.greedy(ids, TOKENS))
+                assert answer.json()["choices"][0]["text"] == expected
+            assert await loaded(caller) == {name_of(lab), name_of(other)}
+            assert refused(await caller.complete(model="tiny"))[::2] == (404, "model_not_found")
+
+    in_swarm(tiny, beta, scenario)
+
+
+def test_a_forming_model_is_refused_with_what_is_missing(tiny: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 4), context=512, size_bytes=6_000_000_000))
+        async with swarm_gateway(lab) as caller:
+            answer = await caller.complete(model="tiny")
+            assert refused(answer)[::2] == (503, "model_forming")
+            assert "nobody hosts blocks 4:6 of 6, 2 GB" in answer.json()["error"]["message"]
+            assert int(answer.headers["retry-after"]) > 0
+            for path, key in (("/v1/models", "data"), ("/api/tags", "models")):
+                (listed,) = (await caller.http.get(path)).json()[key]
+                assert (listed["available"], listed["missing_blocks"]) == (False, [[4, 6]])
+                assert (listed["missing_gb"], listed["context_length"]) == (2.0, 512)
+            assert (await caller.http.get("/health")).status_code == 503
+            await lab.start("b", lab.hosting((4, 6), context=512, size_bytes=6_000_000_000))
+            await asyncio.sleep(LOOK_S + 1)
+            text = (await caller.complete([5, 6], max_tokens=TOKENS, model="tiny")).json()["choices"][0]
+            assert text["text"] == continued(tiny.greedy([5, 6], TOKENS))
+
+    simulate(tiny, scenario)
+
+
+@defence("open models stay within the memory", off=replacing(models, "to_close", lambda *_: []))
+def test_a_model_closes_for_another_and_when_idle(tiny: Reference, beta: Reference) -> None:
+    async def scenario(lab: Lab, other: Lab) -> None:
+        one, two = name_of(lab), name_of(other)
+        async with swarm_gateway(lab, other, max_bytes=MEMORY) as caller:
+            async with caller.gateway.models.using(one):
+                answer = await caller.complete(model=two)
+                assert answer.status_code == 503
+                assert refused(answer)[2] == "out_of_resources"
+            assert await loaded(caller) == {one}
+            assert (await caller.complete(model=two, max_tokens=1)).status_code == 200
+            assert await loaded(caller) == {two}
+            await asyncio.sleep(IDLE_S + 2 * LOOK_S)
+            assert await loaded(caller) == set()
+            assert (await caller.complete(model=two, max_tokens=1)).status_code == 200
+
+    in_swarm(tiny, beta, scenario)
+
+
+@defence("few requests wait for a model to open", off=replacing(models, "MAX_WAITING", 1 << 30))
+def test_few_requests_wait_for_one_model(tiny: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        never = asyncio.Event()
+
+        @asynccontextmanager
+        async def opener(*_: Any) -> AsyncIterator[BatchedModel]:
+            await never.wait()
+            raise NotImplementedError
+            yield
+
+        async def offers() -> list[ModelOffer]:
+            return [ModelOffer("tiny", lab.manifest, 6)]
+
+        async with ModelTable.of_swarm(offers, opener, MEMORY) as table, calling(table) as caller:
+            asked = [caller.complete(model="tiny") for _ in range(models.MAX_WAITING + 1)]
+            codes = sorted(refused(each)[2] for each in await asyncio.gather(*asked))
+            assert codes == [*["model_loading"] * models.MAX_WAITING, "overloaded"]
+
+    simulate(tiny, scenario)
