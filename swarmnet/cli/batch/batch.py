@@ -128,6 +128,7 @@ async def _answerer(
 ) -> "AsyncIterator[LineAnswerer]":
     """Open the model on the swarm while the context is open."""
     from swarmnet.gateway.app import Gateway
+    from swarmnet.gateway.models import ModelTable
     from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
     from swarmnet_client.hosts.model_hosts import ModelHosts
 
@@ -135,6 +136,6 @@ async def _answerer(
     async with AsyncExitStack() as stack:
         hosts = await stack.enter_async_context(ModelHosts.connect(local, network))
         served = await stack.enter_async_context(BatchedModel.open(local, hosts, load, limits))
-        gateway = Gateway(served)
-        stack.callback(gateway.close)
-        yield gateway.line_answerer("")
+        models = ModelTable.of(served)
+        stack.callback(models.close)
+        yield Gateway(models).line_answerer("")
