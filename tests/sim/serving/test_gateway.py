@@ -485,6 +485,7 @@ def test_this_users_commands_get_tokens_and_hosts(tiny: Reference) -> None:
         assert [line["token"] for line in lines if "token" in line] == tiny.greedy(PROMPT, TOKENS)
         rules = {"repetition_penalty": 1.8, "bad_words": [words(tiny.greedy(PROMPT, 1))]}
         answer = await caller.http.post(PATH, json=body | rules | {"biases": [[11, 3.0]]}, headers=own)
+        rules["ignore_eos"] = False
         varied = await caller.complete(PROMPT, max_tokens=TOKENS, **rules, logit_bias={"11": 3.0})
         found = "".join(json.loads(line).get("text", "") for line in answer.text.splitlines())
         assert found.split() == varied.json()["choices"][0]["text"].split()

@@ -20,6 +20,7 @@ from tests.support.swarm.gateway import Caller, calling, continued, refused
 from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
 from tests.support.swarm.tiny_swarm import load_tiny
 
+MOST_WAITING = models.MAX_WAITING
 MEMORY = 1000
 """Bytes that a model takes, as these tests say it."""
 TOKENS = 6
@@ -149,8 +150,8 @@ def test_few_requests_wait_for_one_model(tiny: Reference) -> None:
             return [ModelOffer("tiny", lab.manifest, 6)]
 
         async with ModelTable.of_swarm(offers, opener, MEMORY) as table, calling(table) as caller:
-            asked = [caller.complete(model="tiny") for _ in range(models.MAX_WAITING + 1)]
+            asked = [caller.complete(model="tiny") for _ in range(MOST_WAITING + 1)]
             codes = sorted(refused(each)[2] for each in await asyncio.gather(*asked))
-            assert codes == [*["model_loading"] * models.MAX_WAITING, "overloaded"]
+            assert codes == [*["model_loading"] * MOST_WAITING, "overloaded"]
 
     simulate(tiny, scenario)
