@@ -10,11 +10,12 @@ The table of a gateway of one model has one entry, which is always open. In the 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from swarmnet.gateway.errors import RETRY_S, ApiError
 from swarmnet.gateway.generation.tokenization import PromptTokenizer
@@ -25,6 +26,9 @@ from swarmnet_client.hosts.model_offers import ModelOffer
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, in_background, persist
 from swarmnet_protocols.models.public_names import name_for_peers
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.session.adapters import Adapter
 
 IDLE_S = 300.0
 """Seconds after its last request until a model closes, as Ollama's ``keep_alive``. With less, a
@@ -68,6 +72,8 @@ class ModelEntry:
 
     offer: ModelOffer
     opened: asyncio.Future[OpenedModel] | None = None
+    parent: str | None = None
+    """The name of the model that an adapter changes. None for a model without an adapter."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     memory_bytes: int = 0
@@ -89,7 +95,7 @@ class ModelEntry:
 
     def fields(self) -> dict[str, Any]:
         """Return what a list of models says of this one."""
-        return {**self.offer.fields(), "loaded": self.served is not None}
+        return {**self.offer.fields(), "loaded": self.served is not None, "parent": self.parent}
 
 
 def to_close(entries: Sequence[ModelEntry], needed: int, limit: int) -> list[ModelEntry] | None:
@@ -116,14 +122,28 @@ class ModelTable:
         self._max_bytes = 0
 
     @classmethod
-    def of(cls, batched: BatchedModel) -> "ModelTable":
-        """Return the table of one open model."""
+    def of(
+        cls, batched: BatchedModel, adapters: "Mapping[str, Adapter]" = MappingProxyType({})
+    ) -> "ModelTable":
+        """Return the table of one open model, and of the same model with each of its adapters."""
         table = cls()
         served = table._served(name_for_peers(batched.local.name), batched)
+        table._add(served)
+        for name, adapter in adapters.items():
+            adapted = replace(
+                served,
+                name=f"{served.name}:{name}",
+                batched=replace(batched, adapter=adapter),
+                metrics=ModelMetrics(table.metrics, f"{served.name}:{name}"),
+            )
+            table._add(adapted, parent=served.name)
+        return table
+
+    def _add(self, served: OpenedModel, parent: str | None = None) -> None:
+        """Add a model that stays open."""
         opened: asyncio.Future[OpenedModel] = asyncio.get_running_loop().create_future()
         opened.set_result(served)
-        table.entries[served.name] = ModelEntry(served.offer, opened)
-        return table
+        self.entries[served.name] = ModelEntry(served.offer, opened, parent)
 
     @classmethod
     @asynccontextmanager
@@ -153,7 +173,8 @@ class ModelTable:
 
     @property
     def only(self) -> ModelEntry | None:
-        """The entry of a table that always has one model. None for a swarm's table."""
+        """The entry of a table that always has one model, without an adapter. None for a swarm's
+        table."""
         return None if self._open else next(iter(self.entries.values()))
 
     @property
@@ -181,8 +202,9 @@ class ModelTable:
 
     def listed(self) -> list[ModelEntry]:
         """Return all entries, by name."""
-        if (only := self.only) is not None and only.served is not None:
-            only.offer = only.served.offer
+        if self.only is not None:
+            for entry in self.entries.values():
+                entry.offer = entry.served.offer if entry.served is not None else entry.offer
         return [self.entries[name] for name in sorted(self.entries)]
 
     def find(self, name: str) -> ModelEntry:

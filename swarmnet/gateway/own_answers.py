@@ -97,6 +97,7 @@ async def answer_own(
         sampling,
         served.end_ids,
         owner=OWNER,
+        adapter=served.adapter,
         speculate=body.speculate and served.speculates,
     )
     answer = await stack.enter_async_context(served.batcher.answer(wanted))

@@ -310,6 +310,8 @@ class BatchedModel:
     """Whether answers are decoded speculatively."""
     lowest: Batcher
     """Answers requests of batches. Hosts compute them in the time that others leave."""
+    adapter: "Adapter | None" = None
+    """What hosts add to the model's weights. Requests of this model carry it."""
 
     @classmethod
     @asynccontextmanager

@@ -41,6 +41,7 @@ from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, NetworkStopped
 from swarmnet_protocols.joining.network import Network
+from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.machine.platform import allow_open_files
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.models import LocalModel
     from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.session.adapters import Adapter
 
 DRAIN_S = 60.0
 """Seconds that running answers may take to end after the command is stopped."""
@@ -66,6 +68,9 @@ MAX_FILES = 65536
 _ORIGIN = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>[0-9]{1,5}))?"
 )
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+MAX_ADAPTERS = 16
+"""A host keeps as many adapters for one client."""
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
@@ -139,6 +144,15 @@ class EndpointOptions:
     wire: WireOption = "auto"
     speculate: SpeculateOption = True
     draft: DraftOption = ""
+    adapter: Annotated[
+        list[str],
+        typer.Option(
+            "--adapter",
+            metavar="NAME=DIR",
+            help="Also offer the model of --model with this LoRA adapter, as MODEL:NAME: law=tuned/law. "
+            "Repeat it for more adapters.",
+        ),
+    ] = field(default_factory=list)
     as_json: JsonFlag = False
     stop_on_eof: StopOnEofFlag = False
     demo: Annotated[bool, typer.Option("--demo", hidden=True)] = False
@@ -173,6 +187,8 @@ def serve(
     from swarmnet_protocols.models.text.chat_template import prepare_rendering
 
     check_draft(options.draft, speculate=options.speculate)
+    if adapter_folders(options.adapter) and not model:
+        raise typer.BadParameter("name the model of the adapters: --model M", param_hint="'--adapter'")
     own_key = new_key()
     access = options.access(own_key)
     listen(options.host, options.port).close()  # reports an address in use before the swarm is searched
@@ -189,6 +205,32 @@ def serve(
                 source = Folders(client.cache_dir, client.max_disk_bytes)
         options = replace(options, port=port)
         port = run_until_stopped(_serve(source, network, access, options, own_key))
+
+
+def adapter_folders(given: Sequence[str]) -> dict[str, Path]:
+    """Return the directories of adapters by name."""
+    folders: dict[str, Path] = {}
+    for text in given:
+        name, _, folder = text.partition("=")
+        if not _ADAPTER_NAME.fullmatch(name) or not folder:
+            message = f"{text!r} is not NAME=DIR, as in law=tuned/law; a name has letters, digits, . _ -"
+            raise typer.BadParameter(message, param_hint="'--adapter'")
+        if name in folders:
+            raise typer.BadParameter(f"two adapters are called {name}", param_hint="'--adapter'")
+        folders[name] = Path(folder)
+    if len(folders) > MAX_ADAPTERS:
+        raise typer.BadParameter(f"{MAX_ADAPTERS} are the most", param_hint="'--adapter'")
+    return folders
+
+
+def _read_adapters(local: "LocalModel", folders: Mapping[str, Path]) -> "dict[str, Adapter]":
+    """Read adapters of a model. Raises ``ConfigError`` or ``IntegrityError``."""
+    if not folders:
+        return {}  # and import no torch
+    import_transformers()
+    from swarmnet_client.tuning.adapter_dir import read_lora
+
+    return {name: read_lora(local, folder) for name, folder in folders.items()}
 
 
 def check_origin(text: str) -> str:
@@ -295,8 +337,9 @@ async def _models(
         async with ModelTable.of_swarm(offers.read, announced_model, most) as models:
             yield models
         return
+    adapters = await asyncio.to_thread(_read_adapters, source, adapter_folders(options.adapter))
     async with opened(source) as batched:
-        models = ModelTable.of(batched)
+        models = ModelTable.of(batched, adapters)
         try:
             yield models
         finally:

@@ -65,6 +65,7 @@ def sequence_requests(
                     replace(wanted.sampling, seed=wanted.sampling.seed + len(requests)),
                     frozenset() if wanted.ignore_eos else served.end_ids,
                     owner=_owner(wanted, key),
+                    adapter=served.adapter,
                     speculate=served.speculates,
                     reader=reader,
                     traced=wanted.traced,

@@ -1,4 +1,4 @@
-"""Adapters behind one batcher: each answer is that of its own adapter alone, and hosts compute all
+"""Adapters behind one gateway: each answer is that of its own adapter alone, and hosts compute all
 of them together."""
 
 import asyncio
@@ -17,6 +17,7 @@ from tests.sim.tuning.test_adapters import LAYOUTS, TARGETS
 from tests.support.models.peft_oracle import with_lora, with_prefix
 from tests.support.network.virtual_time import TimedExecutor
 from tests.support.swarm.batching import all_answered, answered, batcher, request
+from tests.support.swarm.gateway import continued, gateway, refused
 from tests.support.swarm.generation import greedy
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
@@ -29,20 +30,20 @@ Tuned = tuple[Adapter | None, list[list[int]]]
 """An adapter as hosts receive it, and the answers of PEFT to all prompts; None: no adapter."""
 
 
-def whole(reference: Reference) -> Any:
-    return reference.local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
+def whole(tiny: Reference) -> Any:
+    return tiny.local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
-def tuned(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> list[Tuned]:
+def tuned(tiny: Reference, tmp_path_factory: pytest.TempPathFactory) -> list[Tuned]:
     """Four adapters of different ranks, each written by PEFT and read again, and the plain
     model."""
-    made: list[Tuned] = [(None, greedy(whole(reference), PROMPTS, TOKENS))]
+    made: list[Tuned] = [(None, greedy(whole(tiny), PROMPTS, TOKENS))]
     for seed in range(1, 5):
-        model = with_lora(whole(reference), TARGETS, rank=2 * seed, seed=seed)
+        model = with_lora(whole(tiny), TARGETS, rank=2 * seed, seed=seed)
         folder = tmp_path_factory.mktemp("adapter")
         model.save_pretrained(folder)
-        made.append((read_lora(reference.local, folder), greedy(model, PROMPTS, TOKENS)))
+        made.append((read_lora(tiny.local, folder), greedy(model, PROMPTS, TOKENS)))
     return made
 
 
@@ -54,32 +55,60 @@ def expected(tuned: list[Tuned], number: int) -> list[int]:
     return tuned[number % len(tuned)][1][number]
 
 
-@pytest.mark.parametrize("dies", [False, True], ids=["", "a host dies"])
-def test_each_answer_is_that_of_its_adapter_alone(
-    reference: Reference, tuned: list[Tuned], *, dies: bool
-) -> None:
+async def start(lab: Lab) -> None:
+    """Start hosts of a chain, whose first one takes time, and a spare one."""
+    await lab.start("a", lab.hosting((0, 3)), TimedExecutor(0.05))
+    await lab.start_all({"b": (3, 6), "b2": (3, 6)})
+
+
+def test_each_answer_is_that_of_its_adapter_alone(tiny: Reference, tuned: list[Tuned]) -> None:
+    names = ["model", *(f"model:{number}" for number in range(1, len(tuned)))]
+    adapters = {str(number): each for number, (each, _) in enumerate(tuned) if each is not None}
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab)
+        async with gateway(lab, adapters=adapters) as caller:
+            asked = [
+                caller.complete(prompt, max_tokens=TOKENS, model=names[number % len(names)])
+                for number, prompt in enumerate(PROMPTS)
+            ]
+            answers = [each.json() for each in await asyncio.gather(*asked)]
+            for number, answer in enumerate(answers):
+                assert answer["model"] == names[number % len(names)]
+                assert answer["choices"][0]["text"] == continued(expected(tuned, number))
+            engine = lab.nodes["a"].engine
+            assert engine is not None
+            assert engine.counters.forwards < 3 * TOKENS, "adapters hardly ever shared a forward"
+            listed = (await caller.http.get("/v1/models")).json()["data"]
+            assert [(each["id"], each["parent"]) for each in listed] == [
+                (name, "model" if ":" in name else None) for name in names
+            ]
+            unknown = await caller.complete(PROMPTS[0], model="model:5")
+            assert refused(unknown) == (404, "model", "model_not_found")
+
+    simulate(tiny, scenario)
+    assert len({str(answers) for _, answers in tuned}) == len(tuned)
+
+
+def test_a_host_that_dies_changes_no_answer_of_an_adapter(tiny: Reference, tuned: list[Tuned]) -> None:
     async def scenario(lab: Lab) -> list[list[int]]:
-        await lab.start("a", lab.hosting((0, 3)), TimedExecutor(0.05))
-        await lab.start_all({"b": (3, 6), "b2": (3, 6)})
+        await start(lab)
         async with batcher(lab) as (running, _):
 
             def strike(answer: Answer) -> None:
-                if dies and len(answer.ids) == 3:
+                if len(answer.ids) == 3:
                     lab.network.crash(next(iter(running._groups)).report.route[1][0])
 
             first, *others = (asked(tuned, number) for number in range(len(PROMPTS)))
             one, rest = await asyncio.gather(answered(running, first, strike), all_answered(running, others))
-            engine = lab.nodes["a"].engine
-            assert engine is not None
-            assert dies or engine.counters.forwards < 3 * TOKENS, "adapters hardly ever shared a forward"
+            assert running.failovers >= len(tuned) - 1, "other chains went through the same host"
             return [one, *rest]
 
-    assert simulate(reference, scenario) == [expected(tuned, number) for number in range(len(PROMPTS))]
-    assert len({str(answers) for _, answers in tuned}) == len(tuned)
+    assert simulate(tiny, scenario) == [expected(tuned, number) for number in range(len(PROMPTS))]
 
 
 def test_chains_of_adapters_share_the_room_for_old_caches(
-    reference: Reference, tuned: list[Tuned], monkeypatch: pytest.MonkeyPatch
+    tiny: Reference, tuned: list[Tuned], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarmnet_client.batching.continuous_batching.KEPT_POSITIONS", 100)
 
@@ -92,13 +121,13 @@ def test_chains_of_adapters_share_the_room_for_old_caches(
                 held = [len(each.held) for group in running._groups for each in group._sequences]
                 assert 20 <= sum(count for count in held if count > 1) <= 100
 
-    simulate(reference, scenario)
+    simulate(tiny, scenario)
 
 
 @pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers:UserWarning")
-def test_an_endpoint_takes_lora_on_the_blocks_only(reference: Reference, tmp_path: Path) -> None:
-    with_prefix(whole(reference), 4).save_pretrained(tmp_path / "prefix")
-    with_lora(whole(reference), ["q_proj", "lm_head"]).save_pretrained(tmp_path / "head")
+def test_an_endpoint_takes_lora_on_the_blocks_only(tiny: Reference, tmp_path: Path) -> None:
+    with_prefix(whole(tiny), 4).save_pretrained(tmp_path / "prefix")
+    with_lora(whole(tiny), ["q_proj", "lm_head"]).save_pretrained(tmp_path / "head")
     for folder in ("prefix", "head"):
         with pytest.raises(ConfigError, match="more than LoRA on the blocks"):
-            read_lora(reference.local, tmp_path / folder)
+            read_lora(tiny.local, tmp_path / folder)

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
 from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.timing import Timing
 from tests.support.network.memory_network import LinkProfile
 from tests.support.swarm.swarm_lab import EPOCH, Lab, Reference, simulate
@@ -162,6 +164,7 @@ async def gateway(
     quota: Quota | None = None,
     keys: dict[str, str] | None = None,
     batches: Path | None = None,
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
 ) -> AsyncIterator[Caller]:
     async with AsyncExitStack() as stack:
         hosts = await stack.enter_async_context(lab.client())
@@ -171,7 +174,7 @@ async def gateway(
             )
         )
         model.tokenizer.chat_template = TEMPLATE
-        models = ModelTable.of(model)
+        models = ModelTable.of(model, adapters)
         stack.callback(models.close)
         caller = await stack.enter_async_context(calling(models, quota, keys, batches))
         # until the nodes' announcements have been read
