@@ -14,13 +14,14 @@ PUBLIC_PATHS = ("/health", *page_paths(STATIC))
 
 
 class KilledHost(BaseModel):
-    """The host of the present answer that the reader of a demo wants to kill."""
+    """The host that the reader of a demo wants to kill: the peer id of a host of the present
+    answer, or "" for any host."""
 
     peer: str = Field("", max_length=128)
 
 
 def add_kill(app: FastAPI, kill: Callable[[str], object]) -> None:
-    """Let the page of a demo kill one of its hosts: ``kill`` gets its peer id."""
+    """Let the page of a demo kill one of its hosts: ``kill`` gets ``KilledHost.peer``."""
 
     async def answer(body: KilledHost) -> Response:
         kill(body.peer)

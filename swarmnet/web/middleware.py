@@ -152,7 +152,7 @@ def protect(
     """Wrap ``app`` in all middleware of this module.
 
     ``csp`` is the Content-Security-Policy of its responses, ``refusal`` the form of errors.
-    ``long_bodies``: other limits of bodies by path.
+    ``long_bodies`` maps a path to a limit of its own, in place of ``max_body_bytes``.
     """
     app = BodyLimit(app, max_body_bytes, long_bodies, refusal)
     if access.keys:

@@ -22,7 +22,12 @@ MEDIA_TYPES = {
     ".woff2": "font/woff2",
 }
 """Media types by file ending. Files with other endings are not served."""
-CSP = "default-src 'self'; img-src 'self' data:; style-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'"
+CSP = (
+    "default-src 'self'; img-src 'self' data:; style-src 'self'; object-src 'none'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Content-Security-Policy of pages: they load files from their own server only, and run no inline
+script."""
 
 
 class Content(Protocol):

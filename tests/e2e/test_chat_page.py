@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.support.dashboard.pictures import portray
 from tests.support.dashboard.site import looking
-from tests.support.processes.scripted_endpoint import PEERS, ScriptedEndpoint, said, scripted
+from tests.support.processes.scripted_endpoint import MODEL, PEERS, ScriptedEndpoint, said, scripted
 
 pytestmark = pytest.mark.slow
 
@@ -104,10 +104,11 @@ def test_hostile_output_shows_as_text(page: Page, endpoint: ScriptedEndpoint) ->
         "https://example.org/",
         "noopener noreferrer",
     )
-    assert (
-        page.evaluate("document.images.length + document.querySelectorAll('main script, main b').length") <= 3
-    )
+    expect(page.locator("main :is(img, script), main :is(.markdown, .said, .fold) b")).to_have_count(0)
     assert page.title() != "owned"
+    answer.get_by_role("button", name="show where the time went").press("Enter")
+    for hostile in ("<script>", "\u241b[31mred", "\ufffdright"):
+        expect(page.locator(".trip-title")).to_contain_text(hostile)
 
 
 def test_a_chat_is_kept_edited_and_continued_by_keyboard(page: Page, endpoint: ScriptedEndpoint) -> None:
@@ -164,6 +165,35 @@ def test_escape_stops_an_answer_and_what_came_stays(page: Page, endpoint: Script
     expect(answered(page)).to_contain_text("one two three one")
 
 
+def test_a_chat_deleted_during_its_answer_stays_deleted(page: Page, endpoint: ScriptedEndpoint) -> None:
+    endpoint.answers = [said("Hello there."), said("one two three " * 3000)]
+    ask(page, "Hello?")
+    answered(page)
+    endpoint.pause = lambda: asyncio.sleep(0.001)
+    ask(page, "Go on.")
+    expect(page.get_by_role("article", name="Answer").last).to_contain_text("one two three one")
+    page.get_by_role("button", name="Delete Hello?").press("Enter")
+    endpoint.pause = lambda: asyncio.sleep(0)
+    expect(page.get_by_role("button", name="Stop")).to_be_hidden()
+    stored = "Object.keys(localStorage).filter(key => key.startsWith('swarmnet.chat.')).length"
+    assert page.evaluate(stored) == 0
+    expect(page.get_by_role("button", name="Delete Hello?")).to_have_count(0)
+
+
+def test_the_list_of_models_has_forming_ones_and_adapters(page: Page, endpoint: ScriptedEndpoint) -> None:
+    endpoint.answers = [said("Hello there.")]
+    models = page.get_by_role("combobox", name="Model")
+    expect(models).to_have_value(MODEL)
+    forming = models.locator("option[value=large]")
+    expect(forming).to_have_text("large (forming: nobody hosts blocks 20:30 of 30, 0.07 GB)")
+    expect(forming).to_be_disabled()
+    expect(models.locator(f"optgroup[label='Adapters of {MODEL}'] option")).to_have_text(f"{MODEL}:law")
+    models.select_option(f"{MODEL}:law")
+    ask(page, "Hello?")
+    expect(answered(page)).to_contain_text("Hello there.")
+    assert endpoint.asked[-1]["model"] == f"{MODEL}:law"
+
+
 def test_the_reader_types_the_result_of_a_tool(page: Page, endpoint: ScriptedEndpoint) -> None:
     endpoint.answers = [CALL, said("It rains.")]
     ask(page, "How is the weather?")
@@ -215,7 +245,7 @@ def test_a_page_behind_a_key_asks_for_it(browser: Browser) -> None:
         ask(page, "Hello?")
         expect(answered(page)).to_contain_text("Hello there.")
         page.reload()
-        expect(page.get_by_role("combobox", name="Model")).to_have_value("smollm2-135m-instruct")
+        expect(page.get_by_role("combobox", name="Model")).to_have_value(MODEL)
         assert (
             page.evaluate("localStorage.length + ' ' + JSON.stringify(localStorage).includes('a-key')")
             == "2 false"

@@ -1,7 +1,11 @@
 """``swarmnet demo``: starts a swarm on this machine, asks it one question, and stops it."""
 
 import asyncio
+import os
+import sys
 import tempfile
+import threading
+import webbrowser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +27,7 @@ from swarmnet_protocols.models import DEFAULT_MODEL, Progress
 
 QUESTION = "What is the capital of France?"
 _HOW_TO_USE = """
-the swarm stays until Ctrl-C. {page} shows it. Chat with it, and kill a host in the middle of an answer:
+the swarm stays until Ctrl-C. {page} shows it. Chat with it{kill}:
 
   {chat}
 
@@ -44,7 +48,8 @@ def demo(
     keep: Annotated[
         bool,
         typer.Option(
-            "--keep", help="Keep the swarm running until Ctrl-C, with an OpenAI-compatible endpoint."
+            "--keep",
+            help="Keep the swarm running until Ctrl-C, with an endpoint and a chat page. On a desktop, the page opens in the browser.",
         ),
     ] = False,
     experts: Annotated[
@@ -62,7 +67,7 @@ def demo(
     \b
     Examples:
       swarmnet demo
-      swarmnet demo --keep    then, from another terminal, use the endpoint it prints
+      swarmnet demo --keep    then chat in the browser, or use the endpoint it prints
       swarmnet demo --experts
     """
     if experts and (keep or nodes != 3):
@@ -97,7 +102,7 @@ async def _demo(swarm: DemoSwarm, count: int, *, keep: bool) -> None:
         if not swarm.as_json:
             _print_summary(answer)
         if keep:
-            gateway = await _serve(swarm, address, nodes[0].ready["page"])
+            gateway = await _serve(swarm, address, nodes[0].ready["page"], can_kill=len(nodes) > 1)
             stopping = asyncio.Event()
             interrupts.first = stopping.set
             await race(stopping.wait(), _kill_hosts(swarm, gateway, nodes))
@@ -160,7 +165,7 @@ class _Node:
 
 async def _kill_hosts(swarm: DemoSwarm, gateway: Child, nodes: Sequence[_Node]) -> NoReturn:
     """Kill a host whenever the reader of the page wants it, and start another one for its blocks.
-    Raises ``SwarmnetError`` when the gateway ends.
+    Raises ``SwarmnetError`` when the gateway ends, or if the other host does not start.
 
     The first node stays: the others enter the swarm there, and it serves the page of the swarm.
     """
@@ -177,20 +182,32 @@ async def _kill_hosts(swarm: DemoSwarm, gateway: Child, nodes: Sequence[_Node]) 
     await gateway.fail_at_end()
 
 
-async def _serve(swarm: DemoSwarm, address: str, page: str) -> Child:
-    """Start a gateway, and print how to use it and the swarm."""
+async def _serve(swarm: DemoSwarm, address: str, page: str, *, can_kill: bool) -> Child:
+    """Start a gateway, print how to use it and the swarm, and show its page. With ``can_kill`` the
+    page has a button that kills a host."""
     enter = ("--swarm", swarm.file, "--bootstrap", address)
     child, ready = await swarm.start(
         "gateway", "serve", *enter, "--model", DEFAULT_MODEL, "--port", "0", "--demo"
     )
-    chat = f"{ready['url']}/#demo"
+    chat = f"{ready['url']}/#demo" if can_kill else ready["url"]
     swarm.event(
         ready | {"event": "serving", "swarm": swarm.file, "bootstrap": address, "page": page, "chat": chat}
     )
-    swarm.text(
-        _HOW_TO_USE.format(url=ready["url"], swarm=swarm.file, address=address, page=page, chat=chat) + "\n"
-    )
+    kill = ", and kill a host in the middle of an answer" if can_kill else ""
+    places = {"url": ready["url"], "swarm": swarm.file, "address": address, "page": page, "chat": chat}
+    swarm.text(_HOW_TO_USE.format(kill=kill, **places) + "\n")
+    if not swarm.as_json and sys.stdout.isatty() and has_display(sys.platform, os.environ):
+        # a daemon, because some browsers keep the call until they are closed
+        threading.Thread(target=webbrowser.open, args=(chat,), daemon=True).start()
     return child
+
+
+def has_display(platform: str, environment: Mapping[str, str]) -> bool:
+    """Return whether a browser that starts here appears before the user. Over SSH it would not, and
+    without a display Python would start a browser within the terminal."""
+    if "SSH_CONNECTION" in environment:
+        return False
+    return platform == "darwin" or bool({"DISPLAY", "WAYLAND_DISPLAY"} & environment.keys())
 
 
 def _print_summary(answer: Mapping[str, Any]) -> None:

@@ -11,12 +11,23 @@ export class ApiError extends Error {
   }
 }
 
-export const setKey = (key) => sessionStorage.setItem(KEY, key);
-
-function headers() {
-  const key = sessionStorage.getItem(KEY);
-  return key ? { authorization: `Bearer ${key}` } : {};
+let key = null;
+try {
+  key = sessionStorage.getItem(KEY);
+} catch {
+  // Storage is disabled: the key lasts until the page is closed or loaded again.
 }
+
+export function setKey(given) {
+  key = given;
+  try {
+    sessionStorage.setItem(KEY, given);
+  } catch {
+    // As above.
+  }
+}
+
+const headers = () => (key ? { authorization: `Bearer ${key}` } : {});
 
 async function ask(path, options = {}) {
   let answer;
@@ -61,7 +72,10 @@ export async function* chunks(body, signal) {
     rest += part.value;
     const lines = rest.split("\n");
     rest = lines.pop();
-    if (rest.length > MAX_LINE) throw new ApiError("The endpoint sent an event that is too long.");
+    if (rest.length > MAX_LINE) {
+      reader.cancel();
+      throw new ApiError("The endpoint sent an event that is too long.");
+    }
     for (const line of lines) {
       const prefill = /^: prefill (\d+)\/(\d+)$/.exec(line);
       if (prefill) yield { prefill: [Number(prefill[1]), Number(prefill[2])] };

@@ -1,7 +1,7 @@
 /** The chain of an answer: its hosts light up as they compute, and a click shows where the time went. */
 
 import { h, reconcile, setAttribute, setText } from "./dom.js";
-import { plural, seconds, shortId, span } from "./format.js";
+import { plural, shortId, span } from "./format.js";
 import { timesNode } from "./times.js";
 
 const LEAST_MS = 90; // a shorter light is not seen
@@ -58,17 +58,3 @@ export function chainNode(message) {
 function hopNode({ peer, start, end }) {
   return h("span", { class: "hop", title: `${peer}, blocks ${span([start, end])}` }, h("b", {}, span([start, end])), h("span", { class: "hop-id" }, shortId(peer)));
 }
-
-/** Where the time of a step went, in seconds: {here, wire, wait, compute, send}. */
-export function sums(step) {
-  const total = { here: step.here_s, wire: step.back_s, wait: 0, compute: 0, send: 0 };
-  for (const { wire_s, wait_s, compute_s, send_s } of step.hops) {
-    total.wire += wire_s;
-    total.wait += wait_s;
-    total.compute += compute_s;
-    total.send += send_s;
-  }
-  return total;
-}
-
-export const inWords = (value) => seconds(Math.max(0, value));

@@ -2,7 +2,8 @@
 
 import { ApiError, chunks, get, post, remove, setKey } from "./api.js";
 import { announce, cycleTheme, h, setAttribute, setText } from "./dom.js";
-import { count, plural } from "./format.js";
+import { count, number, plural, span } from "./format.js";
+import { visible } from "./markdown.js";
 import { messageNode } from "./messages.js";
 import { askKey, editSettings, requestFields } from "./settings.js";
 import * as store from "./store.js";
@@ -12,6 +13,7 @@ const SAVED_MS = 2000; // time between saves of an answer that grows
 const NEAR_END = 80; // pixels from the end within which the page follows the answer
 const USAGE_MS = 10_000; // time between looks at the running requests of the key
 const MAX_STEPS = 4000; // trips of an answer whose times are kept
+const MAX_GAPS = 3; // missing ranges of blocks that the list of models names
 
 let settings = store.settings();
 let chat = store.newChat();
@@ -132,7 +134,7 @@ async function answer() {
 }
 
 function finish(mine) {
-  if (!store.save(mine.chat)) announce("This browser does not keep the conversation: it has no room.");
+  if (!store.save(mine.chat)) announce("This browser could not store the conversation.");
   if (running === mine) {
     running = null;
     busy(false);
@@ -212,7 +214,12 @@ function drawChats() {
 
 function forget(id) {
   store.remove(id);
-  if (id === chat.id) { stop(); chat = store.newChat(); draw(); } else drawChats();
+  if (id === chat.id) {
+    chat.deleted = true;
+    stop();
+    chat = store.newChat();
+    draw();
+  } else drawChats();
   $("new").focus();
 }
 
@@ -234,12 +241,30 @@ async function whenKeyGiven(wasWrong = false) {
   return true;
 }
 
+/** The options of models. Those of adapters stand below the model that they change. */
+function modelOptions(models) {
+  const option = (model) => h("option", { value: model.id, disabled: model.available === false, selected: model.available !== false && model.id === settings.model }, modelText(model));
+  const isAdapter = ({ parent }) => models.some(({ id }) => id === parent);
+  return models.filter((model) => !isAdapter(model)).flatMap((model) => {
+    const adapted = models.filter(({ parent }) => parent === model.id);
+    return [option(model), adapted.length ? h("optgroup", { label: `Adapters of ${visible(model.id)}` }, adapted.map(option)) : null];
+  }).filter(Boolean);
+}
+
+/** The name of a model, and what a forming one lacks. */
+function modelText({ id, available, blocks, missing_blocks: missing = [], missing_gb: size }) {
+  const name = visible(id); // hosts choose it
+  if (available !== false) return name;
+  const listed = missing.slice(0, MAX_GAPS).map(span).join(", ") + (missing.length > MAX_GAPS ? " …" : "");
+  return `${name} (forming: nobody hosts blocks ${listed} of ${blocks}${size ? `, ${number(size)} GB` : ""})`;
+}
+
 /** Loads the models. Asks for a key as long as the endpoint wants one. */
 async function loadModels() {
   for (let asked = false; ; asked = true) {
     try {
       const { data } = await get("/v1/models");
-      $("model").replaceChildren(...data.map(({ id, available }) => h("option", { value: id, disabled: available === false, selected: id === settings.model }, available === false ? `${id} (some blocks have no host)` : id)));
+      $("model").replaceChildren(...modelOptions(data));
       return;
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
@@ -262,8 +287,8 @@ async function drawUsage() {
   $("usage").hidden = !requests;
   $("usage").replaceChildren(
     h("p", {}, `${plural(requests, "request")} · ${count(prompt_tokens)} tokens read, ${count(cached_tokens)} of them cached · ${count(completion_tokens)} written`),
-    h("ul", {}, others.map(({ id, model, completion_tokens: written }) => h("li", {}, h("span", {}, `${model}: ${plural(written, "token")}`),
-      h("button", { type: "button", class: "quiet-button", "aria-label": `Cancel the request to ${model}`, onclick: () => remove(`/v1/usage/${encodeURIComponent(id)}`).catch((error) => announce(error.message)).finally(drawUsage) }, "Cancel")))));
+    h("ul", {}, others.map(({ id, model, completion_tokens: written }) => h("li", {}, h("span", {}, `${visible(model)}: ${plural(written, "token")}`),
+      h("button", { type: "button", class: "quiet-button", "aria-label": `Cancel the request to ${visible(model)}`, onclick: () => remove(`/v1/usage/${encodeURIComponent(id)}`).catch((error) => announce(error.message)).finally(drawUsage) }, "Cancel")))));
 }
 
 /** Kills a host of the answer. Only the page of a demo has the button. */

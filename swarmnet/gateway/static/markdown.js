@@ -106,7 +106,7 @@ function endOfList(lines, from) {
   return at;
 }
 
-/** Whether a list goes on after a blank line. */
+/** Tells whether a list goes on after a blank line. */
 function following(lines, at, ordered) {
   const line = lines[at + 1];
   return Boolean(line?.trim()) && (ITEM.test(line) ? isOrdered(line) === ordered : indent(line) >= 2);

@@ -52,7 +52,7 @@ function questionNode(message, { edit }) {
 }
 
 function resultNode(message) {
-  const node = h("article", { class: "message", "aria-label": "Result of a tool" }, fold("Result", message.name ?? "", h("pre", { tabindex: "0" }, visible(message.content))));
+  const node = h("article", { class: "message", "aria-label": "Result of a tool" }, fold("Result", visible(message.name ?? ""), h("pre", { tabindex: "0" }, visible(message.content))));
   node.update = () => {};
   return node;
 }
@@ -72,7 +72,7 @@ function answerNode(message, { regenerate, result }) {
   const chain = chainNode(message);
   const figures = h("span", { class: "figures" });
   const again = h("button", { type: "button", class: "quiet-button", onclick: () => regenerate(message) }, "Regenerate");
-  const copy = copyButton("Copy the answer", text, () => message.content);
+  const copy = copyButton("Copy the answer", text, () => visible(message.content));
   const foot = h("footer", { class: "foot", hidden: true }, h("div", { class: "foot-line" }, figures, h("div", { class: "actions" }, copy, again)), chain);
   const node = h("article", { class: "message answer", "aria-label": "Answer" }, thinking, text, calls, waiting, failure, foot);
 

@@ -46,6 +46,7 @@ export function load(id) {
 
 /** Saves a conversation as the newest. Returns false if the browser has no room or storage is disabled. */
 export function save(chat) {
+  if (chat.deleted) return true; // its last answer ended after the reader deleted it
   const messages = chat.messages.map((message) => Object.fromEntries(KEPT.filter((name) => message[name] !== undefined).map((name) => [name, message[name]])));
   const kept = { id: chat.id, title: chat.title, messages };
   const entry = { id: chat.id, title: chat.title, at: Date.now(), chars: JSON.stringify(kept).length };

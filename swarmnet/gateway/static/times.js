@@ -1,8 +1,8 @@
-/** Why a token took its time: a column for each trip around the chain, and the parts of the chosen one. */
+/** Draws the times of an answer: a column for each trip around the chain, and the parts of the chosen one. */
 
-import { inWords, sums } from "./chain.js";
 import { h, s, setAttribute, setStyle, setText } from "./dom.js";
-import { plural, shortId, span } from "./format.js";
+import { plural, seconds, shortId, span } from "./format.js";
+import { visible } from "./markdown.js";
 
 const MAX_COLUMNS = 200; // the newest trips; more would be narrower than a pixel on a telephone
 const HEIGHT = 72;
@@ -58,7 +58,7 @@ export function timesNode(message) {
     at = Math.max(0, Math.min(steps.length - 1, index));
     [...chart.children].forEach((column, each) => column.classList.toggle("chosen", each === at));
     const step = steps[at];
-    const text = step.text ? `“${step.text}”, ` : "";
+    const text = step.text ? `“${visible(step.text)}”, ` : "";
     setText(title, `${text}${plural(step.tokens, "token")} in ${inWords(step.took_s)}${step.positions > step.tokens ? `, ${plural(step.positions, "position")} computed` : ""}`);
     setAttribute(chart, "aria-valuenow", at + 1);
     setAttribute(chart, "aria-valuetext", `Trip ${at + 1}: ${title.textContent}`);
@@ -89,3 +89,17 @@ export function timesNode(message) {
   node.update();
   return node;
 }
+
+/** Sums up the parts of a step, in seconds: {here, wire, wait, compute, send}. */
+function sums(step) {
+  const total = { here: step.here_s, wire: step.back_s, wait: 0, compute: 0, send: 0 };
+  for (const { wire_s, wait_s, compute_s, send_s } of step.hops) {
+    total.wire += wire_s;
+    total.wait += wait_s;
+    total.compute += compute_s;
+    total.send += send_s;
+  }
+  return total;
+}
+
+const inWords = (value) => seconds(Math.max(0, value));

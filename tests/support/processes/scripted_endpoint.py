@@ -18,6 +18,7 @@ from tests.support.network.loop_thread import LoopThread
 
 PEERS = ("12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq", "12D3KooWQ1xpcF", "12D3KooWs6ZqRu")
 ROUTE = [{"peer": peer, "start": 10 * at, "end": 10 * at + 10} for at, peer in enumerate(PEERS)]
+MODEL = "smollm2-135m-instruct"
 Delta = dict[str, Any]
 
 
@@ -73,7 +74,9 @@ class ScriptedEndpoint:
         return app
 
     async def models(self) -> Any:
-        return {"data": [{"id": "smollm2-135m-instruct"}, {"id": "large", "available": False}]}
+        forming = {"available": False, "blocks": 30, "missing_blocks": [[20, 30]], "missing_gb": 0.07}
+        adapted = {"id": f"{MODEL}:law", "parent": MODEL}
+        return {"data": [{"id": "large", **forming}, {"id": MODEL}, adapted]}
 
     async def usage(self) -> Any:
         used = {"prompt_tokens": 1234, "completion_tokens": 56, "cached_tokens": 7, "trips": 8}

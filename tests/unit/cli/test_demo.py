@@ -62,6 +62,23 @@ def test_a_demo_whose_gateway_ends_says_so_and_stops(
     assert not any(psutil.pid_exists(node) for node in nodes)
 
 
+@pytest.mark.parametrize(
+    ("platform", "environment", "opens"),
+    [
+        ("linux", {"DISPLAY": ":0"}, True),
+        ("linux", {"WAYLAND_DISPLAY": "wayland-0"}, True),
+        ("linux", {}, False),
+        ("linux", {"DISPLAY": "localhost:10.0", "SSH_CONNECTION": "::1 1 ::1 22"}, False),
+        ("darwin", {}, True),
+        ("darwin", {"SSH_CONNECTION": "::1 1 ::1 22"}, False),
+    ],
+)
+def test_a_demo_opens_a_browser_only_on_a_display_of_its_user(
+    platform: str, environment: dict[str, str], opens: bool
+) -> None:
+    assert demo.has_display(platform, environment) is opens
+
+
 def test_a_demo_of_experts_kills_a_peer_and_compares(
     started: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
