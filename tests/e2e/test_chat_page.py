@@ -107,6 +107,7 @@ def test_hostile_output_shows_as_text(page: Page, endpoint: ScriptedEndpoint) ->
     expect(page.locator("main :is(img, script), main :is(.markdown, .said, .fold) b")).to_have_count(0)
     assert page.title() != "owned"
     answer.get_by_role("button", name="show where the time went").press("Enter")
+    page.get_by_role("slider", name="Trips of the answer").press("Home")
     for hostile in ("<script>", "\u241b[31mred", "\ufffdright"):
         expect(page.locator(".trip-title")).to_contain_text(hostile)
 
