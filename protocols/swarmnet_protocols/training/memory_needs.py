@@ -9,6 +9,7 @@ from swarmnet_protocols.training.codecs.floats import FLOAT32
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.methods import ZeroOrder
 from swarmnet_protocols.training.methods.base import OuterMethod
+from swarmnet_protocols.training.pipeline.chains import OPEN_HERE, OPEN_PER_WORKER
 
 _KEPT_BYTES = 4 * 4
 """Bytes of memory per trained parameter: the parameter in float32, AdamW's two moments, and the
@@ -34,7 +35,8 @@ class MemoryNeeds:
     - ``trained_bytes``: bytes of trained parameters, with what optimizers and exchanges keep.
     - ``activation_bytes``: bytes that a forward pass keeps for the backward pass, estimated.
     - ``boundary_bytes``: bytes of the inputs, outputs and gradients of a batch, which a stage's
-      worker keeps until its step ends. A subspace adds its basis and its table of tokens.
+      worker keeps until its step ends. A worker that is faster than the others of its stage keeps
+      up to ``MOST_BATCHES`` times as much. A subspace adds its basis and its table of tokens.
     """
 
     parameters: int
@@ -80,8 +82,9 @@ def activation_bytes(
 
     As counted for a Llama, a token keeps 10 vectors of the hidden width and 4 of the MLP's in each
     block, and its logits; the gradient of the logits needs twice as much again. ``recompute``: only
-    one block keeps them, and the others keep their inputs. ``blocks``: the blocks of a stage, which
-    keeps the activations of as many microbatches as there are stages.
+    one block keeps them, and the others keep their inputs. ``blocks``: the blocks of a stage. Its
+    worker keeps the activations of as many microbatches as an origin has under way, if all stages
+    have equally many workers: at most those of a batch, and at least one for each stage.
     """
     if not isinstance(getattr(config, "hidden_size", None), int):
         return 0
@@ -93,7 +96,9 @@ def activation_bytes(
     else:
         kept = blocks * widths.hidden + block if recompute else blocks * block
     sequences = job.training.microbatch or job.training.batch_size
-    kept *= 1 if job.stages is None else job.stages.count
+    if job.stages is not None:
+        under_way = OPEN_HERE + OPEN_PER_WORKER * job.stages.count
+        kept *= max(job.stages.count, min(job.training.batch_size // sequences, under_way))
     logits = 3 * int(config.vocab_size) if has_head else 0
     return 4 * sequences * job.data.sequence_length * (kept + logits)
 

@@ -24,6 +24,9 @@ MAX_BYTES_PER_S = 1e12
 MAX_WEIGHT = 1e12
 MAX_ROUND_S = 1e7
 """Longest round that a worker may claim: four months."""
+LEAST_ROUND_S = 1e-6
+"""Shortest time that counts; a shorter one is unknown. With less, a false time may have an infinite
+inverse. With more, a fast worker of a tiny model looks unknown."""
 EXCHANGES_PER_ROUND = 1 << 16
 """Number of exchanges that a round can have. Each round numbers its exchanges from its own start.
 
@@ -376,10 +379,13 @@ def _weight(weight: float) -> float:
 
 
 def round_seconds(seconds: float) -> float:
-    """Return the claimed time of a worker's round. Raises ``ProtocolViolation`` out of range."""
+    """Return the claimed time of a worker's round, 0 if it is unknown or no time at all.
+
+    Raises ``ProtocolViolation`` out of range.
+    """
     if not 0 <= seconds <= MAX_ROUND_S:
         raise ProtocolViolation("the time of a worker's round is out of range")
-    return seconds
+    return seconds if seconds >= LEAST_ROUND_S else 0.0
 
 
 def _peer(id: str) -> PeerId:

@@ -2,7 +2,7 @@
 
 One round:
 
-1. ``originate`` sends each microbatch of this worker's batch through a chain of workers, until all
+1. ``originate`` sends this worker's part of the microbatches through chains of workers, until all
    are home. A worker that fails is replaced, and the microbatch goes the same way again.
 2. It tells every worker which microbatches that worker counts. A worker that is lost before its
    stage has committed the round is replaced, too.
@@ -35,7 +35,7 @@ from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import STEP
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.training.pipeline.audits import Accusations, audited_share, is_odd
-from swarmnet_protocols.training.pipeline.chains import Chains, part_of
+from swarmnet_protocols.training.pipeline.chains import OPEN_HERE, OPEN_PER_WORKER, Chains, part_of
 from swarmnet_protocols.training.pipeline.ledger import (
     ELECTORS,
     MicrobatchLedger,
@@ -61,13 +61,8 @@ from swarmnet_protocols.wire import refusal_pb2
 
 _log = logging.getLogger(__name__)
 
-OPEN_PER_WORKER = 2
-"""Microbatches under way for each worker of all stages, from all origins together. With fewer,
-workers wait. With more, every worker keeps more graphs."""
-OPEN_HERE = 3
-"""Microbatches that an origin has under way besides these, because it computes some itself. With
-fewer, a slow origin ends last. With more, every worker keeps more graphs."""
 NO_NUMBERS = range(0)
+"""The part of an origin that begins no microbatch of a round."""
 RETRY_S = 0.5
 """Seconds until a stage without a worker is looked at again."""
 MISSING_S = 10.0
@@ -93,8 +88,8 @@ class _Step:
         has_books: bool = True,
         is_evaluation: bool = False,
     ) -> None:
-        """``numbers``: this origin's part of the microbatches of all. ``has_books`` False: workers
-        count what passes through them, and the ledger is empty."""
+        """``numbers``: this origin's part of the microbatches of all origins. ``has_books`` False:
+        workers count what passes through them, and the ledger is empty."""
         self.round = round
         self.numbers = numbers
         self.has_books = has_books
@@ -153,10 +148,10 @@ class MicrobatchOrigin:
         self._missing: tuple[int, int] | None = None
         """The round and the stage without a worker that were told last."""
         self.batches_s: Sequence[float] = ()
-        """The seconds for a batch of each origin of the last roster, 0 if unknown."""
+        """The seconds that a batch takes each origin of the last roster, 0 if unknown."""
 
     async def originate(self, round: int, slot: int) -> None:
-        """Bring the microbatches of a slot home, and have all workers confirm what they count."""
+        """Bring this worker's part of a round home. All workers then confirm what they count."""
         step = await self._begin(_Step(round, self._numbers(slot), is_evaluated=not self._is_due(round)))
         await self._bring_all_home(step, 0)
         await step.news.until(lambda: step.ledger.is_confirmed)

@@ -7,19 +7,32 @@ three, and never two bursts in a row.
 """
 
 from collections.abc import Mapping, Sequence
+from statistics import median_low
 
 from swarmnet_protocols.net import PeerId
 
 MOST_BATCHES = 16
-"""Most batches that one origin takes in a round, and the most by which two origins differ. With
-more, one false speed takes more of a round. With less, a fast origin waits for slower ones."""
+"""Most batches that one origin takes in a round, and the most by which two origins differ. No
+worker counts as more times faster than the usual one. With more, one false speed takes more of a
+round. With less, a fast worker waits for slower ones."""
+OPEN_PER_WORKER = 2
+"""Microbatches under way for each worker of all stages, from all origins together. With fewer,
+workers wait. With more, every worker keeps more graphs."""
+OPEN_HERE = 3
+"""Microbatches that an origin has under way in addition, because it computes some itself. With
+fewer, a slow origin ends last. With more, every worker keeps more graphs."""
 
 
 def rates(batches_s: Sequence[float]) -> list[float]:
-    """Return batches per second from seconds for a batch. Unknown ones, 0, count as usual."""
-    known = [1 / each for each in batches_s if each > 0]
-    usual = sum(known) / len(known) if known else 1.0
-    return [1 / each if each > 0 else usual for each in batches_s]
+    """Return batches per second from the seconds that workers announce for a batch.
+
+    An unknown time, 0, counts as usual. A false one counts as at most ``MOST_BATCHES`` times the
+    median of all.
+    """
+    known = [1 / each for each in batches_s if each > 0] or [1.0]
+    most = MOST_BATCHES * median_low(known)
+    usual = sum(min(each, most) for each in known) / len(known)
+    return [min(1 / each, most) if each > 0 else usual for each in batches_s]
 
 
 def part_of(batches_s: Sequence[float], slot: int, batch: int) -> range:

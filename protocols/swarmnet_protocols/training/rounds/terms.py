@@ -70,7 +70,8 @@ class RoundMember:
     last_exchange: int = 0
     """Number of the last exchange that the worker took part in."""
     round_s: float = 0.0
-    """Seconds that all inner steps of a round take the worker, as it measured; 0 if unknown."""
+    """Seconds that all inner steps of a round take the worker, or in a stage the microbatches of a
+    batch, as it measured; 0 if unknown."""
 
 
 @dataclass(frozen=True)

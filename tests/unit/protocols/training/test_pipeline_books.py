@@ -11,7 +11,7 @@ from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.catch_up import WorkerPosition
-from swarmnet_protocols.training.pipeline import microbatches, step_streams
+from swarmnet_protocols.training.pipeline import chains, microbatches, step_streams
 from swarmnet_protocols.training.pipeline.chains import MOST_BATCHES, Chains, part_of
 from swarmnet_protocols.training.pipeline.ledger import (
     MAX_ATTEMPTS,
@@ -38,7 +38,7 @@ from swarmnet_protocols.training.pipeline.stage_decisions import (
 from swarmnet_protocols.training.pipeline.stage_rows import stage_rows
 from swarmnet_protocols.wire import pipeline_pb2 as pb
 from swarmnet_protocols.wire.report_pb2 import RecentWork, WorkerReport, WorkerStage
-from tests.defences import Patch, defence
+from tests.defences import Patch, defence, replacing
 
 JOB = bytes(range(32))
 ORIGIN, FIRST, SECOND, OTHER = (Identity.from_seed(bytes([number])).peer_id for number in range(4))
@@ -229,10 +229,19 @@ def test_a_stage_commits_all_tokens_or_fewer_at_last() -> None:
 
 
 def test_chains_follow_speed() -> None:
-    chains, batches_s = Chains(), {FIRST: 1.0, SECOND: 0.5, OTHER: 0.0}
-    drawn = [chains.choose(batches_s) for _ in range(90)]
+    drawer, batches_s = Chains(), {FIRST: 1.0, SECOND: 0.5, OTHER: 0.0}
+    drawn = [drawer.choose(batches_s) for _ in range(90)]
     assert Counter(drawn) == {FIRST: 20, OTHER: 30, SECOND: 40}
     assert all(drawn[start : start + 3] != [SECOND] * 3 for start in range(88))
+
+
+@defence(
+    "a false speed counts as a few times the usual one", off=replacing(chains, "median_low", lambda _: 1e300)
+)
+def test_a_false_speed_takes_a_bounded_share() -> None:
+    drawer, batches_s = Chains(), {FIRST: 1.0, SECOND: 1e-6, OTHER: 1.0}
+    drawn = Counter(drawer.choose(batches_s) for _ in range(180))
+    assert drawn[SECOND] <= 180 * MOST_BATCHES / (MOST_BATCHES + 2) + 1
 
 
 def test_origins_divide_all_microbatches_by_speed() -> None:

@@ -120,6 +120,12 @@ def test_a_follower_with_impossible_times_is_refused(spent_s: list[float]) -> No
         request_from_wire(wire, FIRST_PEER, NO_ADDRESSES)
 
 
+@defence("times have finite inverses", off=replacing(rosters, "LEAST_ROUND_S", 0.0))
+def test_a_time_too_short_to_divide_by_is_unknown() -> None:
+    claimed = member_from_wire(pb.Member(id=FIRST_PEER, round_s=5e-324))
+    assert claimed.round_s == 0.0
+
+
 def test_a_roster_by_hash_has_the_same_members() -> None:
     assert not SHORT.members
     short = roster_from_wire(SHORT, round=3, me=ALICE, book=AddressBook.of(ROSTER.members))
