@@ -58,13 +58,15 @@ class StagePart:
     """Makes the worker leave after its present round."""
     rounds: int
     next_stage: int | None = None
-    """The stage to which the worker moves."""
+    """The stage to which the worker moves. None until it moves."""
     leaves: bool = False
     """True while the worker waits until another one has its stage's state."""
     is_over: bool = False
     """True if the job ended without the worker."""
     is_stranded: bool = False
     """True while the other stages went on without this worker's stage."""
+    told: str = ""
+    """The reason why the stage cannot go on, as it was told last."""
 
     @property
     def stage(self) -> int:
@@ -72,7 +74,7 @@ class StagePart:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Return the fields about the worker's stage in events."""
+        """The fields about the worker's stage in events."""
         return {
             "stage": self.stage,
             "stages": self.pipeline.job.stages,
@@ -108,8 +110,9 @@ class StagePart:
         """Look at the stages, because this worker waits for them. Return whether it goes on in
         ``round``.
 
-        An origin that talks to it is not ahead of it. If methods average parameters, stages do not
-        wait for each other at the end of a round. One round ahead is then usual.
+        While an origin talks to this worker, the origin waits for it, so it does not lag. If
+        methods average parameters, stages do not wait for each other at the end of a round. A lag
+        of one round is then usual.
         """
         may_lag = math.inf if self.pipeline.hears_origins else 0 if self.pipeline.is_in_step else 1
         decision = await self._look(round, may_lag, waited=True)
@@ -128,18 +131,20 @@ class StagePart:
             decision = await self._look(round, 0, waited=self.is_stranded)
             if decision is Decision.WAIT:
                 raise Unreachable(
-                    f"nobody has the state of stage {self.stage}",
-                    hint="start a machine that trained this stage, with its data directory",
+                    f"nobody has the state of stage {self.stage}; "
+                    "start a machine that trained this stage, with its data directory"
                 )
             if isinstance(decision, Restore):
                 holders = [each.worker for each in self._copies() if each.position == decision.copy]
                 await self.keeper.restore(decision, holders)
                 round = decision.round
         except SwarmnetError as error:
-            self.keeper.emit("stage_lost", **self.about, reason=str(error))
+            if self.told != str(error):
+                self.told = str(error)
+                self.keeper.emit("stage_lost", **self.about, reason=self.told)
             await asyncio.sleep(LOOK_S)
             return None
-        self.is_stranded = False
+        self.is_stranded, self.told = False, ""
         return round
 
     def end_if_over(self, round: int) -> bool:
@@ -153,8 +158,10 @@ class StagePart:
         return True
 
     async def hand_over(self, announce: Callable[[], Awaitable[object]]) -> None:
-        """Wait until another worker has the state of this stage. ``announce`` this worker when it
-        begins to wait."""
+        """Wait until another worker has the state of this stage.
+
+        ``announce``: tells the directory that this worker waits.
+        """
         try:
             async with asyncio.timeout(HAND_OVER_S):
                 while not await self._is_handed_over():
