@@ -23,15 +23,15 @@ A loop that ran longer than this before it failed restarts after ``RESTART_S`` a
 
 
 class News(asyncio.Condition):
-    """Changes for which several tasks wait."""
+    """Changes that several tasks wait for."""
 
     async def tell(self) -> None:
-        """Wake all that wait."""
+        """Wake all tasks that wait."""
         async with self:
             self.notify_all()
 
     async def until(self, is_so: Callable[[], bool], within_s: float | None = None) -> bool:
-        """Wait until ``is_so()``. Return False if it is not so ``within_s``."""
+        """Wait until ``is_so()``. Return False if that takes longer than ``within_s``."""
         try:
             async with asyncio.timeout(within_s), self:
                 await self.wait_for(is_so)

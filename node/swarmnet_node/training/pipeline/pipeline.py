@@ -151,7 +151,8 @@ class Pipeline:
     @property
     def batch_s(self) -> float:
         """Seconds that this worker computes for one origin's batch. 0 until they are known."""
-        there = (Urgency.FORWARD,) if self._stage else (Urgency.BEGIN, Urgency.BACKWARD)  # and the loss
+        # stage 0 computes the loss, too, with the urgency of a backward pass
+        there = (Urgency.FORWARD,) if self._stage else (Urgency.BEGIN, Urgency.BACKWARD)
         return self._batch * self._turns.usual_s(*there, Urgency.BACKWARD)
 
     async def serve(self) -> None:
@@ -219,7 +220,7 @@ class Pipeline:
         await self._news.tell()
 
     def divide(self, batches_s: Sequence[float]) -> None:
-        """Divide the next rounds' microbatches among the origins by their seconds for a batch."""
+        """Divide the microbatches of later rounds by the seconds that a batch takes each origin."""
         if self._origin is not None and self._inner is None:
             self._origin.batches_s = batches_s
 

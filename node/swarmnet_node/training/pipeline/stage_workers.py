@@ -131,17 +131,18 @@ class StageWorkers:
 
 @dataclass(frozen=True)
 class WorkerStanding:
-    """One worker as its pipeline knows it: its key, its place, and the workers that it excludes."""
+    """One worker's standing in its job: its key, its place, and the workers that it excludes."""
 
     sign: Callable[[bytes], bytes]
     """Signs with the key of the worker's peer id."""
     excluded: Mapping[PeerId, None]
     """The workers that it has excluded."""
     exclude: Callable[[PeerId], None]
+    """Excludes a proven liar."""
     rng: random.Random
     """Draws audits. Nobody else can foresee them."""
     has_place: Callable[[], bool]
-    """Tells whether the worker's gradients count. A newcomer only receives."""
+    """Returns whether the worker's gradients count. A newcomer only receives."""
     emit: Callable[..., None]
     """Emits an event."""
 

@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 KEEP = 0.9
-"""Share of the usual time that the next computation leaves. With less, one slow computation moves a
-worker. With more, others learn late that a machine became slow."""
+"""Weight of the old usual time after another computation. With less, one slow computation turns
+work away from a worker. With more, others learn late that a machine became slow."""
 
 
 class Compute(Protocol):

@@ -56,5 +56,5 @@ class UsualNorms:
 
 
 def _middle(norms: Iterable[float]) -> float:
-    """Return the median, of two the smaller: one sender of two moves nothing upwards."""
+    """Return the median; of two norms, the smaller, so that one sender of two raises nothing."""
     return median_low([*norms] or [0.0])

@@ -14,7 +14,7 @@ from swarmnet_protocols.training.catch_up import WorkerPosition
 
 
 class Decision(Enum):
-    """A decision that needs no state of another stage's worker."""
+    """A decision that names no round. ``Restore`` names one."""
 
     KEEP = auto()
     """Go on in this round."""
@@ -41,7 +41,7 @@ class StagesView:
 
     round: int
     has_trained: bool
-    """True if the worker's own state has committed rounds."""
+    """True if a round has been committed in the worker's own state."""
     waited: bool
     """True if the worker has done its part of the round, and waits for other stages."""
     mates: Collection[int]
@@ -51,7 +51,7 @@ class StagesView:
     copies: Collection[WorkerPosition]
     """Copies of the stage's state at workers of other stages."""
     may_lag: float
-    """Rounds that the other stages may be ahead."""
+    """Rounds by which the worker may be behind the other stages."""
     is_over: bool
     """True if the other workers of stage 0 have left after the last round."""
 
@@ -59,8 +59,8 @@ class StagesView:
 def decide(view: StagesView) -> Decision | Restore:
     """Return what a worker does next.
 
-    A stage that misses one round may go on from the job's initial weights. Later they are no state
-    of the stage.
+    A stage that missed one round may go on from the job's initial weights. A stage that missed more
+    needs a state that was trained.
     """
     if 2 * sum(each > view.round for each in view.mates) > len(view.mates):
         return Decision.FETCH
