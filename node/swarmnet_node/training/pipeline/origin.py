@@ -35,7 +35,13 @@ from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import STEP
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.training.pipeline.audits import Accusations, audited_share, is_odd
-from swarmnet_protocols.training.pipeline.chains import OPEN_HERE, OPEN_PER_WORKER, Chains, part_of
+from swarmnet_protocols.training.pipeline.chains import (
+    MAX_OPEN,
+    OPEN_HERE,
+    OPEN_PER_WORKER,
+    Chains,
+    part_of,
+)
 from swarmnet_protocols.training.pipeline.ledger import (
     ELECTORS,
     MicrobatchLedger,
@@ -282,13 +288,15 @@ class MicrobatchOrigin:
 
     async def _all_of(self, step: _Step, bring: Callable[[int], Awaitable[None]]) -> None:
         """Bring all microbatches of a step home, a few at a time."""
-        workers = 1 + sum(len(self._workers.of(stage)) for stage in range(self._job.stages))
-        origins = 1 + len(self._workers.of(0))
-        share = len(step.batches) / (self._batch * origins)
-        open_here = asyncio.Semaphore(OPEN_HERE + round(OPEN_PER_WORKER * workers * share))
+        others = [len(self._workers.of(stage)) for stage in range(self._job.stages)]
+        # each microbatch of an evaluation has little time: few go at once
+        batches = 1.0 if step.is_evaluation else len(step.batches) / self._batch
+        share = (1 + sum(others)) * batches / (1 + others[0])
+        open_here = OPEN_HERE + round(OPEN_PER_WORKER * share)
+        places = asyncio.Semaphore(min(open_here, MAX_OPEN * max(1, others[1])))
 
         async def place(number: int) -> None:
-            async with open_here:
+            async with places:
                 await bring(number)
 
         await all_of(*map(place, step.batches))

@@ -33,7 +33,7 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
 from swarmnet_protocols.training.jobs import SealedJob
-from swarmnet_protocols.training.pipeline.chains import MOST_BATCHES
+from swarmnet_protocols.training.pipeline.chains import MAX_OPEN, MOST_BATCHES
 from swarmnet_protocols.training.pipeline.ledger import (
     ELECTORS,
     Accounts,
@@ -62,8 +62,6 @@ from swarmnet_protocols.wire import refusal_pb2
 
 _log = logging.getLogger(__name__)
 
-MAX_OPEN = 16
-"""Microbatches of one caller that are open here. The caller passes over a worker that is full."""
 ROUND_WAIT_S = 20.0
 """Seconds that a request of the next round waits for this worker to reach it."""
 MAX_AHEAD = 2

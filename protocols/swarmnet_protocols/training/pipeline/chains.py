@@ -15,6 +15,9 @@ MOST_BATCHES = 16
 """Most batches that one origin takes in a round, and the most by which two origins differ. No
 worker counts as more times faster than the usual one. With more, one false speed takes more of a
 round. With less, a fast worker waits for slower ones."""
+MAX_OPEN = 16
+"""Microbatches of one caller that are open at a worker. The caller passes over a worker that is
+full. With fewer, a fast worker waits. With more, one caller fills its memory."""
 OPEN_PER_WORKER = 2
 """Microbatches under way for each worker of all stages, from all origins together. With fewer,
 workers wait. With more, every worker keeps more graphs."""
