@@ -56,6 +56,30 @@ def test_diloco_in_stages_trains_like_one_process(tmp_path: Path) -> None:
     assert evaluations[0]["val_loss"] == pytest.approx(val_loss, rel=1e-5)
 
 
+def test_an_evaluation_sends_few_microbatches_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a deadline, which it would miss behind all others."""
+    travel, under_way, most = MicrobatchOrigin._travel, set[int](), 0
+
+    async def counted(origin: MicrobatchOrigin, step: Any, number: int, *rest: Any) -> Any:
+        nonlocal most
+        if step.is_evaluation:
+            under_way.add(number)
+            most = max(most, len(under_way))
+        try:
+            return await travel(origin, step, number, *rest)
+        finally:
+            under_way.discard(number)
+
+    monkeypatch.setattr(MicrobatchOrigin, "_travel", counted)
+    toml = staged_job(tmp_path, rounds=1, stages=2)
+    lab = StageLab(tmp_path, toml.replace("every_rounds = 100", "every_rounds = 1"))
+    run(train(lab, "0.0", "1.0"))
+
+    assert most == 7  # of 16: two for each of two workers, and three
+
+
 def test_a_worker_tells_when_an_evaluation_had_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
