@@ -4,11 +4,13 @@ import asyncio
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from swarmnet_node.training.data.sampler import target_count
-from swarmnet_node.training.pipeline.origin import MicrobatchOrigin
+from swarmnet_node.training.pipeline.origin import NO_NUMBERS, MicrobatchOrigin, _Step
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import Trainer
@@ -56,28 +58,21 @@ def test_diloco_in_stages_trains_like_one_process(tmp_path: Path) -> None:
     assert evaluations[0]["val_loss"] == pytest.approx(val_loss, rel=1e-5)
 
 
-def test_an_evaluation_sends_few_microbatches_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_sends_few_microbatches_at_once() -> None:
     """Each has a deadline, which it would miss behind all others."""
-    travel, under_way, most = MicrobatchOrigin._travel, set[int](), 0
+    workers = Mock(of=lambda stage: ["1.0"] if stage else [])
+    origin = MicrobatchOrigin(Mock(stages=2, workers=workers), Mock(), Mock(), Mock(), batch=2)
+    step, under_way, most = _Step(1, NO_NUMBERS, is_evaluation=True), set[int](), list[int]()
+    step.begin(dict.fromkeys(range(32), torch.zeros(1)))
 
-    async def counted(origin: MicrobatchOrigin, step: Any, number: int, *rest: Any) -> Any:
-        nonlocal most
-        if step.is_evaluation:
-            under_way.add(number)
-            most = max(most, len(under_way))
-        try:
-            return await travel(origin, step, number, *rest)
-        finally:
-            under_way.discard(number)
+    async def bring(number: int) -> None:
+        under_way.add(number)
+        most.append(len(under_way))
+        await asyncio.sleep(1.0)
+        under_way.discard(number)
 
-    monkeypatch.setattr(MicrobatchOrigin, "_travel", counted)
-    toml = staged_job(tmp_path, rounds=1, stages=2)
-    lab = StageLab(tmp_path, toml.replace("every_rounds = 100", "every_rounds = 1"))
-    run(train(lab, "0.0", "1.0"))
-
-    assert most == 7  # of 16: two for each of two workers, and three
+    run(origin._all_of(step, bring))
+    assert max(most) == 7  # two for each of two workers, and three
 
 
 def test_a_worker_tells_when_an_evaluation_had_no_answer(
