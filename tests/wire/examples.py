@@ -217,6 +217,8 @@ def record_messages() -> Iterator[Protobuf]:
     yield pb.SignedRecord.FromString(seal(signer, record))
     yield pb.SignedRecord.FromString(seal(signer, replace(record, certificate=b"a certificate")))
     yield pb.CatalogRecord(model=pb.CatalogModel(manifest=_MANIFEST, name="org/name", blocks=126))
+    model = pb.CatalogModel(manifest=_MANIFEST, name="name", blocks=2, context=8192, size_bytes=1 << 33)
+    yield pb.CatalogRecord(model=model)
     yield pb.CatalogRecord(job=pb.CatalogJob(id=_MANIFEST))
     yield pb.CatalogRecord(made=[pb.CatalogJob(id=_MANIFEST)])
     yield pb.ProcessRecord(number=1_800_000_000_000, addresses=["/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW"])

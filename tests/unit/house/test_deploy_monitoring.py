@@ -94,9 +94,9 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         return generate_latest(registry_of(node)).decode()
 
     worker = NodeStatus(worker=WorkerReport(loss=2.5, val_loss=2.5))
-    metrics = GatewayMetrics("tiny", cast(Batcher, _NoAnswers()))
-    metrics.count_success("stop")
-    metrics.count_error("wrong_host")
+    metrics = GatewayMetrics()
+    metrics.opened("tiny", cast(Batcher, _NoAnswers())).count_success("stop")
+    metrics.count_error("tiny", "wrong_host")
     samples: dict[str, set[str]] = {}
     with_swarm = registry_of(_Running(worker))
     with_swarm.register(SwarmCollector(lambda: derive(RecordedSwarm("full", lambda: 1.8e9).snapshot()).body))
