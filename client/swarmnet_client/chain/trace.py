@@ -148,7 +148,9 @@ class Trace:
 
     def take(self, sequences: Collection[int]) -> list[TracedStep]:
         """Return and forget the answered steps of ``sequences``. Their hops may tell their times
-        later."""
+        later. Without ``of_answers``, all steps stay."""
+        if not self._of_answers:
+            return []
         found = [
             step for step in self.steps if step.is_answered and not set(sequences).isdisjoint(step.sequences)
         ]
