@@ -498,6 +498,20 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
         ],
     },
     "Gateway and dashboard": {
+        "batch": [
+            Headline(
+                "a thousand prompts by `batch`",
+                "x the rate of 16 threads",
+                "at least 0.9",
+                key("throughput_ratio"),
+            ),
+            Headline(
+                "p95 of the times from token to token of a caller next to a batch",
+                "x alone",
+                "at most 1.3",
+                key("p95_ratio"),
+            ),
+        ],
         "gateway": [
             Headline(
                 "one stream through `serve` beside Python",
