@@ -30,7 +30,7 @@ from starlette.exceptions import HTTPException
 from swarmnet.gateway.batches.answering import LineAnswerer
 from swarmnet.gateway.batches.endpoints import BatchEndpoints
 from swarmnet.gateway.errors import CLIENT_CLOSED_REQUEST, RETRY_S, ApiError, api_error
-from swarmnet.gateway.generation.answering import generating
+from swarmnet.gateway.generation.answering import check_places, generating
 from swarmnet.gateway.generation.embedding import embedded
 from swarmnet.gateway.generation.events import Usage
 from swarmnet.gateway.generation.generation import Generation
@@ -55,13 +55,12 @@ from swarmnet.gateway.protocols.kept_responses import ResponsesByKey
 from swarmnet.gateway.protocols.messages import MESSAGES, CountBody
 from swarmnet.gateway.protocols.ollama import OLLAMA_CHAT, OLLAMA_GENERATE, OllamaEmbedBody
 from swarmnet.gateway.protocols.responses import RESPONSES, ResponsesBody
-from swarmnet.gateway.protocols.schemas import MAX_CHOICES, DetokenizeRequest, StrictModel, TokenizeRequest
+from swarmnet.gateway.protocols.schemas import DetokenizeRequest, StrictModel, TokenizeRequest
 from swarmnet.gateway.quotas import Quota, QuotaTracker
 from swarmnet.gateway.usage import RunningRequest, UsageByKey
 from swarmnet.resident import PATH
 from swarmnet.web.middleware import key_name
 from swarmnet.web.pages import add_page
-from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
@@ -95,7 +94,7 @@ class Gateway:
     own_key: str = ""
     """The secret of this user's own commands (``own_answers.py``); empty to refuse them."""
     batches_dir: Path | None = None
-    """The folder of files and batches of the only model; None to take none."""
+    """The folder of files and batches of the only model. None to refuse batches."""
 
     def __post_init__(self) -> None:
         self.parser = BodyParser(self.models.max_context)
@@ -163,7 +162,10 @@ class Gateway:
             yield
 
     def line_answerer(self, key: str) -> LineAnswerer:
-        """Return what answers the lines of a batch. ``key``: the name of the key that sent it."""
+        """Return the answerer of a batch's lines. ``key``: the name of the key that sent the batch.
+
+        Raises ``ApiError`` if the endpoint has several models.
+        """
 
         def used(usage: Usage) -> None:
             tokens = usage.prompt_tokens + usage.completion_tokens
@@ -357,7 +359,7 @@ class Gateway:
     def _admit(self, request: Request, model: OpenedModel, choices: int, stack: AsyncExitStack) -> str:
         """Count a request in the quota of its key until ``stack`` is closed, and return the name of
         the key. Raises ``ApiError`` or ``Overloaded`` if it cannot run now."""
-        self._check_places(model.batched, choices)
+        check_places(model.batched, choices)
         key = key_name(request)
         self._quotas.admit(key, choices, asyncio.get_running_loop().time())
         stack.callback(self._quotas.release, key, choices)
@@ -366,16 +368,6 @@ class Gateway:
     def _check_not_draining(self) -> None:
         if self._draining:
             raise ApiError(503, "the gateway is stopping", "stopping", "server_error", retry_after_s=RETRY_S)
-
-    def _check_places(self, batched: BatchedModel, choices: int) -> None:
-        """Raise ``Overloaded`` if the batcher and its queue are full, ``ApiError`` if they can
-        never hold this number of choices."""
-        limits = batched.batcher.limits
-        most = min(MAX_CHOICES, limits.active + limits.waiting)
-        if choices > most:
-            message = f"a request may ask for {most} choices over all its prompts, not {choices}"
-            raise ApiError(400, message, "invalid_value", param="n")
-        batched.batcher.check_room(choices)
 
     def _count_running(self, change: int) -> None:
         self._running += change
@@ -399,7 +391,9 @@ class Gateway:
         }
 
     def _ollama_object(self, entry: ModelEntry) -> dict[str, Any]:
-        return {**entry.fields(), **ollama.listed(entry.offer, self._created)}
+        left_s = self.models.left_s(entry)
+        closes = None if left_s is None else self.clock() + left_s
+        return {**entry.fields(), **ollama.listed(entry.offer, self._created, closes)}
 
     async def _handle_error(self, request: Request, error: Exception) -> Response:
         response = api_error(error)

@@ -46,8 +46,7 @@ MAX_LISTED = 10
 _log = logging.getLogger(__name__)
 
 Opener = Callable[[ModelOffer, Callable[[int], Awaitable[None]]], AbstractAsyncContextManager[BatchedModel]]
-"""Opens a model. It awaits its second argument with the bytes that the model takes, before it loads
-any of them."""
+"""Opens a model. Before it loads weights, it awaits its second argument with their bytes."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,18 @@ class OpenedModel:
 
     @property
     def offer(self) -> ModelOffer:
-        """The model as its hosts are known to the open model."""
+        """The model with the hosts that its client knows."""
         manifest, missing = self.batched.local.manifest, tuple(self.batched.missing)
         return ModelOffer(self.name, manifest.hash, manifest.blocks, self.batched.max_length, missing)
 
 
 @dataclass
 class ModelEntry:
-    """A model of the table. ``opened``: None while the model is closed."""
+    """A model of the table.
+
+    ``opened``: None while the model is closed. ``closing`` is set when the model is to close.
+    ``task``: keeps the model open, until it has closed. ``memory_bytes``: reserved for the model.
+    """
 
     offer: ModelOffer
     opened: asyncio.Future[OpenedModel] | None = None
@@ -80,7 +83,7 @@ class ModelEntry:
     users: int = 0
     """Requests that use the model or wait for it."""
     used_s: float = 0.0
-    """When the last request ended."""
+    """Loop time at the end of the last request."""
 
     @property
     def served(self) -> OpenedModel | None:
@@ -94,13 +97,15 @@ class ModelEntry:
         return self.served is not None and self.users == 0 and not self.closing.is_set()
 
     def fields(self) -> dict[str, Any]:
-        """Return what a list of models says of this one."""
+        """Return the fields of this model in a list of models."""
         return {**self.offer.fields(), "loaded": self.served is not None, "parent": self.parent}
 
 
 def to_close(entries: Sequence[ModelEntry], needed: int, limit: int) -> list[ModelEntry] | None:
-    """Return the idle models to close so that ``needed`` more bytes stay within ``limit``, the
-    least recently used first. None if the models in use leave too little."""
+    """Return the idle models to close, so that ``needed`` more bytes stay within ``limit``.
+
+    The least recently used comes first. None if the models in use leave too little.
+    """
     free = limit - sum(entry.memory_bytes for entry in entries)
     closed = []
     for entry in sorted((each for each in entries if each.is_idle), key=lambda each: each.used_s):
@@ -114,12 +119,12 @@ def to_close(entries: Sequence[ModelEntry], needed: int, limit: int) -> list[Mod
 class ModelTable:
     """The models of a gateway. Made by :meth:`of` or :meth:`of_swarm`."""
 
-    def __init__(self) -> None:
+    def __init__(self, opener: Opener | None = None, max_bytes: int = 0) -> None:
+        """``opener``: None if the table has one model, which is always open."""
         self.metrics = GatewayMetrics()
         self.entries: dict[str, ModelEntry] = {}
-        self._open: Opener | None = None
-        """None if the table has one model, which is always open."""
-        self._max_bytes = 0
+        self._open = opener
+        self._max_bytes = max_bytes
 
     @classmethod
     def of(
@@ -154,8 +159,7 @@ class ModelTable:
 
         ``max_bytes``: most memory of all open models.
         """
-        table = cls()
-        table._open, table._max_bytes = opener, max_bytes
+        table = cls(opener, max_bytes)
         table.learn(await read())
 
         async def watch() -> None:
@@ -173,8 +177,7 @@ class ModelTable:
 
     @property
     def only(self) -> ModelEntry | None:
-        """The entry of a table that always has one model, without an adapter. None for a swarm's
-        table."""
+        """The entry of the only model, without an adapter. None in the table of a swarm."""
         return None if self._open else next(iter(self.entries.values()))
 
     @property
@@ -184,8 +187,7 @@ class ModelTable:
 
     @property
     def max_context(self) -> int:
-        """Most positions that a model may have: requests are bounded before their model is
-        known."""
+        """Most positions of any model. It bounds a request before its model is known."""
         served = self.only.served if self.only is not None else None
         return MAX_TOKENS if served is None else served.batched.context
 
@@ -222,7 +224,7 @@ class ModelTable:
         """Open a model if it is closed, and keep it open while the context is.
 
         Raises ``ApiError`` for an unknown or forming model, ``Overloaded`` if too many requests
-        wait for it, and the errors of opening it.
+        wait for the model, and the errors of opening it.
         """
         entry = self.find(name)
         if entry.served is None and entry.users >= MAX_WAITING:
@@ -243,10 +245,18 @@ class ModelTable:
         metrics = self.metrics.opened(name, batched.batcher)
         return OpenedModel(name, batched, PromptTokenizer(batched), metrics)
 
+    def left_s(self, entry: ModelEntry) -> float | None:
+        """Return the seconds until an open model closes if no other request comes. None if it stays
+        open, or is closed."""
+        if self._open is None or entry.served is None:
+            return None
+        idle_s = 0.0 if entry.users else asyncio.get_running_loop().time() - entry.used_s
+        return max(0.0, IDLE_S - idle_s)
+
     async def _opened(self, entry: ModelEntry) -> OpenedModel:
         name = entry.offer.name
-        if entry.closing.is_set():
-            await asyncio.wait([entry.task] if entry.task else [])
+        if entry.closing.is_set() and entry.task is not None:
+            await asyncio.wait([entry.task])
         if (opened := entry.opened) is None:
             if entry.offer.missing or self._open is None:
                 message = f"{name} is forming: {entry.offer.lack()}"

@@ -74,6 +74,10 @@ def batch(  # noqa: PLR0913 - a command line, not an interface
     from swarmnet_client.model.load_options import LoadOptions
     from swarmnet_protocols.models.text.chat_template import prepare_rendering
 
+    if prompts.exists() and not prompts.is_file():
+        raise ConfigError(
+            f"{prompts} is no plain file", hint="write the prompts into a file: they are read twice"
+        )
     ids = checked_ids(read_lines(prompts, model))
     if not ids:
         raise ConfigError(f"there are no prompts in {prompts}")

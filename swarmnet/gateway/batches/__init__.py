@@ -1,1 +1,1 @@
-"""Batches: many prompts whose answers nobody waits for, from a file into a file."""
+"""Batches: a file of prompts becomes a file of answers, while nobody waits."""

@@ -1,4 +1,4 @@
-"""Answering the lines of a batch, as many at once as there is room for."""
+"""Answering the lines of a batch, several at a time."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from typing import Any
 from swarmnet.gateway.batches.journal import Journal
 from swarmnet.gateway.batches.lines import ENDPOINTS, BatchLine, windows_by_prefix
 from swarmnet.gateway.errors import ApiError, api_error
-from swarmnet.gateway.generation.answering import generating
+from swarmnet.gateway.generation.answering import check_places, generating
 from swarmnet.gateway.generation.events import Usage
 from swarmnet.gateway.generation.tokenization import PromptTokenizer
 from swarmnet.gateway.metrics import ModelMetrics
@@ -24,18 +24,18 @@ FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 """Longest pause before a line is tried again."""
 PATIENCE_S = 600.0
-"""Seconds for which a line is tried while the swarm does not answer. Hosts that restart take a
-minute; a person who looks after an hour wants to know."""
+"""Seconds for which a line is tried while the swarm does not answer. With less, hosts that restart
+would end a batch. With more, its owner learns too late that the swarm is gone."""
 TRIES = 3
-"""Tries of a line that fails by an error which a repetition rarely mends."""
+"""Tries of a line after errors that a repetition rarely mends."""
 
 
 @dataclass(frozen=True)
 class LineAnswerer:
     """Answers single lines with a model.
 
-    ``key``: the owner of the KV caches that prompts may share. ``used`` is told the generation of
-    each line.
+    ``key``: the owner of the KV caches that prompts may share. ``used`` is called with the usage of
+    each answered line.
     """
 
     served: BatchedModel
@@ -47,7 +47,7 @@ class LineAnswerer:
     used: Callable[[Usage], None] = lambda _: None
 
     async def answer(self, line: BatchLine) -> dict[str, Any]:
-        """Return the answer as a line of the journal. Refusals of a request are answers, too.
+        """Return the answer as a line of the journal. The refusal of a request is an answer, too.
 
         Raises ``Unreachable`` if the swarm does not answer for ``PATIENCE_S``.
         """
@@ -82,6 +82,7 @@ class LineAnswerer:
             raise ApiError(404, message, "model_not_found", param="model")
         if wanted.stream:
             raise ApiError(400, "a batch has no streams", "invalid_value", param="stream")
+        check_places(self.served, wanted.choices)
         async with generating(wanted, self.served, self.tokenizer, self.metrics, self.key) as generation:
             fields = await whole_answer(generation, endpoint.writer(body, self.served_as))
             self.used(generation.usage)
@@ -111,7 +112,7 @@ async def answer_lines(
 
     async def next_line() -> BatchLine | None:
         async with reading:
-            if not ready:  # in a thread, because the answers of others go on
+            if not ready:  # in a thread, so that other lines are answered meanwhile
                 ready.extend(await asyncio.to_thread(next, windows, ()))
             return ready.popleft() if ready else None
 

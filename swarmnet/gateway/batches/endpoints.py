@@ -1,16 +1,16 @@
 """``/v1/files`` and ``/v1/batches``, as OpenAI has them.
 
-1. A caller sends a file of lines, and a batch that names it.
-2. :meth:`BatchEndpoints.running` takes one batch after another, the keys in turn, and answers its
-   lines. The file of answers is the record of what is done, so a restarted gateway continues.
-3. The caller asks for the batch until it has ended, and reads its ``output_file_id``.
+1. A caller sends a file of lines, and a batch that names the file.
+2. :meth:`BatchEndpoints.running` takes one batch after another, the keys in turn, and answers the
+   lines. The file of answers is the record of the batch, so a restarted gateway continues.
+3. The caller asks for the batch until it has ended, and reads the file ``output_file_id``.
 """
 
 import asyncio
 import email
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,19 +34,30 @@ from swarmnet_protocols.machine.platform import lock
 
 FILES = "/v1/files"
 MAX_UPLOAD_BYTES = MAX_FILE_BYTES + (64 << 10)
+"""Longest body with a file: the form around the file has a few hundred bytes."""
 MAX_PARTS = 8
+"""Most parts of a form. Clients send three at most."""
 MAX_HEAD_BYTES = 4096
+"""Longest headers of a part."""
 AT_ONCE = 16
-"""Lines that are answered at a time."""
+"""Lines that are answered at a time. With fewer, hosts compute small forwards. With more, a batch
+that ends early wastes more answers."""
 RETRY_S = 30.0
-"""Seconds until a batch is tried again whose swarm did not answer."""
+"""Seconds until a batch is tried again after the swarm did not answer."""
 
 
 class BatchBody(StrictModel):
+    """A new batch. ``metadata`` has OpenAI's limits: lists of batches contain it."""
+
     input_file_id: str = Field(max_length=64)
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     completion_window: Literal["24h"] = "24h"
-    metadata: Annotated[dict[str, str], at_most(16)] | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(16)
+        ]
+        | None
+    ) = None
 
 
 class BatchEndpoints:
@@ -59,20 +70,22 @@ class BatchEndpoints:
         parser: BodyParser,
         clock: Callable[[], float],
     ) -> None:
-        """``answerer``: returns what answers the lines of a key."""
+        """``answerer`` returns the answerer of a key's lines."""
         self._folder = folder
         self._stores = StoresByKey(folder, clock)
         self._answerer = answerer
         self._parser = parser
         self._clock = clock
         self._served: Counter[str] = Counter()
-        """BatchEndpoints that were taken of each key."""
+        """Batches of each key that were taken so far."""
         self._present: dict[str, Any] | None = None
         """The batch that is being answered."""
         self._ended = asyncio.Event()
-        """Set when the present batch is cancelled."""
+        """Set when the present batch is cancelled, or its key has no room for more answers."""
         self._news = asyncio.Event()
+        """Set when a batch is new or cancelled."""
         self._is_ours = False
+        """Whether this process answers the batches of the folder."""
 
     def add_routes(self, app: FastAPI) -> None:
         for path, endpoint, method in (
@@ -90,8 +103,8 @@ class BatchEndpoints:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Answer batches while the context is open. Another process with the same folder does not;
-        it refuses their requests."""
+        """Answer batches while the context is open, unless another process has the folder. Then
+        requests about batches are refused."""
         with self._locked() as self._is_ours:
             if not self._is_ours:
                 yield
@@ -118,7 +131,10 @@ class BatchEndpoints:
         store = self._store(request)
         kind = request.headers.get("content-type", "")
         body = await request.body()
-        name, purpose, content = await asyncio.to_thread(_form, kind, body)
+        try:
+            name, purpose, content = await asyncio.to_thread(_form, kind, body)
+        except ValueError as error:  # a header names an encoding that does not exist
+            raise ApiError(400, "the headers of the form are invalid", "invalid_form") from error
         if purpose != "batch":
             raise ApiError(400, "the purpose of a file is batch", "invalid_value", param="purpose")
         return await asyncio.to_thread(store.add_file, name, purpose, content)
@@ -219,19 +235,19 @@ class BatchEndpoints:
     async def _answer(self, key: str, store: BatchStore, batch: dict[str, Any]) -> None:
         """Answer one batch to its end. Raises ``Unreachable`` if the swarm does not answer."""
         source = store.content(batch["input_file_id"])
-        if batch["status"] != "cancelling":
-            try:
+        try:
+            if batch["status"] != "cancelling":
                 ids = await asyncio.to_thread(lambda: checked_ids(read_lines(source, "")))
-            except ConfigError as error:
-                message = str(error).replace(str(source), "the file")
-                batch["errors"] = {"object": "list", "data": [{"code": "invalid_line", "message": message}]}
-                self._set(store, batch, "failed")
-                return
-            batch["request_counts"]["total"] = len(ids)
-        if (output := batch["output_file_id"]) is None:
-            output = batch["output_file_id"] = store.add_file(
-                f"{batch['id']}_output.jsonl", "batch_output", b""
-            )["id"]
+                batch["request_counts"]["total"] = len(ids)
+            if (output := batch["output_file_id"]) is None:
+                made = store.add_file(f"{batch['id']}_output.jsonl", "batch_output", b"")
+                output = batch["output_file_id"] = made["id"]
+        except (ApiError, ConfigError) as error:
+            code = error.code if isinstance(error, ApiError) else "invalid_line"
+            message = error.message if isinstance(error, ApiError) else str(error)
+            batch["errors"] = _errors(code, message.replace(str(source), "the file"))
+            self._set(store, batch, "failed")
+            return
         with Journal.open(store.content(output)) as journal:
 
             def count() -> None:
@@ -249,14 +265,19 @@ class BatchEndpoints:
         store.save(made | {"bytes": store.content(output).stat().st_size})
         self._set(store, batch, status)
 
-    async def _until_expired(self, work: Any, batch: dict[str, Any]) -> str:
+    async def _until_expired(self, work: Awaitable[None], batch: dict[str, Any]) -> str:
+        """Await ``work``, or an earlier end of the batch. Return the batch's last status."""
+
         async def answered() -> str:
             await work
             return "completed"
 
         async def ended() -> str:
             await self._ended.wait()
-            return "cancelled" if batch["status"] == "cancelling" else "failed"
+            if batch["status"] == "cancelling":
+                return "cancelled"
+            batch["errors"] = _errors("too_many_files", "the files of this key leave no room for answers")
+            return "failed"
 
         async def expired() -> str:
             await asyncio.sleep(max(0.0, batch["expires_at"] - self._clock()))
@@ -268,6 +289,10 @@ class BatchEndpoints:
         batch["status"] = status
         batch[f"{status}_at"] = batch.get(f"{status}_at") or int(self._clock())
         store.save(batch)
+
+
+def _errors(code: str, message: str) -> dict[str, Any]:
+    return {"object": "list", "data": [{"code": code, "message": message}]}
 
 
 def _page(request: Request, objects: list[dict[str, Any]]) -> dict[str, Any]:

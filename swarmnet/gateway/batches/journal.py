@@ -1,9 +1,8 @@
 """The file with the answers of a batch, which is also the record of what is done.
 
-1. :meth:`Journal.open` locks the file, reads the answers that it has, and cuts off a torn last
-   line.
-2. Each answer is appended as one whole line. A killed process loses no answer that was appended.
-   The disk has them all a second later, against a loss of power.
+1. :meth:`Journal.open` locks the file, reads its answers, and cuts off a torn last line.
+2. Each answer is appended as one whole line. A killed process loses no appended answer. A loss of
+   power may cost the answers of the last second.
 """
 
 import json
@@ -22,6 +21,8 @@ MAX_ANSWER_BYTES = 64 << 20
 SYNC_S = 1.0
 """Seconds between two waits for the disk. With less, slow disks delay answers."""
 GOOD = 200
+BEGIN = b'{"id":"'
+"""The first bytes of each line."""
 
 
 class Journal:
@@ -39,8 +40,8 @@ class Journal:
     @classmethod
     @contextmanager
     def open(cls, path: Path, clock: Callable[[], float] = time.monotonic) -> Iterator["Journal"]:
-        """Open a file of answers, which may be absent. Raises ``ConfigError`` if it is another
-        file, or another process writes it."""
+        """Open a file of answers, which may be absent. Raises ``ConfigError`` for a file of
+        another kind, or if another process writes the file."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
@@ -80,16 +81,16 @@ class Journal:
         self.failed += not is_good
 
     def _read(self, path: Path) -> None:
+        other = ConfigError(f"{path} is not a file of answers", hint="give another --out")
         with path.open("rb") as file:
             end = 0
             while (raw := file.readline(MAX_ANSWER_BYTES)).endswith(b"\n"):
                 try:
                     self._count(json.loads(raw))
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
-                    raise ConfigError(
-                        f"{path} is not a file of answers", hint="give another --out"
-                    ) from error
+                    raise other from error
                 end += len(raw)
-            if len(raw) == MAX_ANSWER_BYTES:
-                raise ConfigError(f"{path} is not a file of answers", hint="give another --out")
+            # a torn answer is cut off, but nothing of a file that somebody else wrote
+            if len(raw) == MAX_ANSWER_BYTES or raw[: len(BEGIN)] != BEGIN[: len(raw)]:
+                raise other
         os.ftruncate(self._descriptor, end)

@@ -17,10 +17,10 @@ from swarmnet.gateway.protocols.completions import COMPLETIONS
 from swarmnet_protocols.errors import ConfigError
 
 MAX_LINE_BYTES = 8 << 20
-"""Longest line. The bytes of a body are bounded by the model's context, too."""
+"""Longest line. The model's context also bounds the bytes of a body."""
 MAX_ID_CHARS = 512
 WINDOW = 4096
-"""Lines that are sorted together. More would share more prefixes, and take more memory."""
+"""Lines that are sorted together. With more, lines share more prefixes and take more memory."""
 PREFIX_CHARS = 4096
 """Characters of a prompt by which lines are sorted."""
 ENDPOINTS = {each.path: each for each in (CHAT_COMPLETIONS, COMPLETIONS)}
@@ -29,7 +29,7 @@ ENDPOINTS = {each.path: each for each in (CHAT_COMPLETIONS, COMPLETIONS)}
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One request. ``model``: the model that answers where the body names none."""
+    """One request. ``model``: the model that answers if the body names none."""
 
     custom_id: str
     url: str
@@ -38,13 +38,13 @@ class BatchLine:
 
     @property
     def id(self) -> str:
-        """A name of the content: another request, or another model, has another id."""
+        """A hash of the request and its model."""
         content = json.dumps([self.custom_id, self.url, self.body, self.model], sort_keys=True)
         return f"batch_req_{hashlib.sha256(content.encode()).hexdigest()[:24]}"
 
     @property
     def prefix(self) -> tuple[str, str]:
-        """The order in which lines with a common beginning follow each other."""
+        """The sort key. It puts lines with a common beginning next to each other."""
         prompt = self.body.get("messages", self.body.get("prompt"))
         return self.url, json.dumps(prompt)[:PREFIX_CHARS]
 
@@ -102,8 +102,7 @@ def checked_ids(lines: Iterable[BatchLine]) -> dict[str, str]:
 
 
 def windows_by_prefix(lines: Iterable[BatchLine]) -> Iterator[list[BatchLine]]:
-    """Yield lines in parts in which those with a common beginning follow each other. Hosts then
-    compute the beginning once."""
+    """Yield lines in sorted parts. Hosts compute the common beginning of successive lines once."""
     rest = iter(lines)
     while window := sorted(islice(rest, WINDOW), key=lambda line: line.prefix):
         yield window

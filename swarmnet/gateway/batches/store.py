@@ -16,7 +16,7 @@ MAX_FILE_BYTES = 16 << 20
 MAX_KEY_BYTES = 256 << 20
 """Most bytes of all files of one key."""
 MAX_FILES = 200
-"""Most files of one key, those with answers included."""
+"""Most files of one key, with prompts or answers."""
 MAX_BATCHES = 100
 """Most batches of one key."""
 MAX_UNFINISHED = 8
@@ -32,7 +32,7 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{24}")
 class BatchStore:
     """The files and batches of one key.
 
-    A file is its content and an object about it; a batch is an object.
+    A file is its content and an object about it. A batch is an object.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float]) -> None:
@@ -40,8 +40,8 @@ class BatchStore:
         self._clock = clock
 
     def objects(self, kind: str) -> list[dict[str, Any]]:
-        """Return all objects of a kind, ``file`` or ``batch``, the newest first. Removes the old
-        ones."""
+        """Return all objects of a kind, ``file`` or ``batch``, the newest first. Removes objects
+        older than ``KEPT_S``."""
         found = []
         for path in self._folder.glob(f"{kind}*.json"):
             fields = json.loads(path.read_bytes())
@@ -85,8 +85,14 @@ class BatchStore:
         return fields
 
     def delete_file(self, file_id: str) -> None:
-        """Remove a file. Raises ``ApiError`` if this key has none with this id."""
-        self._remove(self.find(file_id, "file")["id"])
+        """Remove a file. Raises ``ApiError`` if this key has none with this id, or if an unfinished
+        batch uses the file."""
+        found = self.find(file_id, "file")["id"]
+        for batch in self.objects("batch"):
+            if batch["status"] in UNFINISHED and found in (batch["input_file_id"], batch["output_file_id"]):
+                message = f"the batch {batch['id']} uses this file: cancel the batch first"
+                raise ApiError(409, message, "file_in_use")
+        self._remove(found)
 
     def add_batch(self, about: dict[str, Any]) -> dict[str, Any]:
         """Keep a new batch; returns its object. Raises ``ApiError`` beyond the limits."""
@@ -120,9 +126,8 @@ class StoresByKey:
     def of(self, key: str) -> BatchStore:
         """Return the store of a key, by its name."""
         folder = self._folder / hashlib.sha256(key.encode()).hexdigest()[:32]
-        if not folder.is_dir():
-            make_private(folder)
-            (folder / "key").write_text(json.dumps(key))
+        if not (folder / "key").exists():
+            write_whole(folder / "key", json.dumps(key).encode())
         return BatchStore(folder, self._clock)
 
     def unfinished(self) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -4,12 +4,24 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.generation.generation import Generation
-from swarmnet.gateway.generation.requests import GenerationRequest
+from swarmnet.gateway.generation.requests import MAX_CHOICES, GenerationRequest
 from swarmnet.gateway.generation.sequence_requests import prepare_prompts, sequence_requests
 from swarmnet.gateway.generation.tokenization import PromptTokenizer
 from swarmnet.gateway.metrics import ModelMetrics
 from swarmnet_client.batching.continuous_batching import BatchedModel
+
+
+def check_places(served: BatchedModel, choices: int) -> None:
+    """Raise ``Overloaded`` if the batcher and its queue are full, ``ApiError`` if they can never
+    hold this number of choices."""
+    limits = served.batcher.limits
+    most = min(MAX_CHOICES, limits.active + limits.waiting)
+    if choices > most:
+        message = f"a request may ask for {most} choices over all its prompts, not {choices}"
+        raise ApiError(400, message, "invalid_value", param="n")
+    served.batcher.check_room(choices)
 
 
 @asynccontextmanager

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from swarmnet_client.model.sampling import Sampling
 
 Role = Literal["system", "user", "assistant", "tool"]
+MAX_CHOICES = 16
+"""Most choices of a request, over all its prompts."""
 
 
 @dataclass(frozen=True)

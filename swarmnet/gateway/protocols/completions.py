@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.generation.detokenizer import TokenBytes
 from swarmnet.gateway.generation.events import AnsweredChoice, ChoiceEnd, Delta, Usage, whole_choices
-from swarmnet.gateway.generation.requests import GenerationRequest
+from swarmnet.gateway.generation.requests import MAX_CHOICES, GenerationRequest
 from swarmnet.gateway.protocols.endpoint import AnswerWriter, GenerationEndpoint, ServedAs, server_sent
-from swarmnet.gateway.protocols.schemas import MAX_CHOICES, GenerationBody, Tokens, as_list, at_most
+from swarmnet.gateway.protocols.schemas import GenerationBody, Tokens, as_list, at_most
 from swarmnet_client.model.sampling import Sampling, Token
 
 DONE = b"data: [DONE]\n\n"

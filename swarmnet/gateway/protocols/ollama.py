@@ -298,15 +298,17 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"error": error.message}
 
 
-def listed(offer: ModelOffer, created: int) -> dict[str, Any]:
-    """Return a model as Ollama lists models, stored or running. ``created``: seconds since the
-    epoch."""
+def listed(offer: ModelOffer, created: int, closes: float | None) -> dict[str, Any]:
+    """Return a model as Ollama lists models, stored or running.
+
+    ``created``, ``closes``: seconds since the epoch. None if the model does not close by itself.
+    """
     texts = ("parent_model", "format", "family", "parameter_size", "quantization_level")
     return {
         "name": offer.name,
         "model": offer.name,
         "modified_at": datetime.fromtimestamp(created, UTC).isoformat(),
-        "expires_at": FOREVER,
+        "expires_at": FOREVER if closes is None else datetime.fromtimestamp(closes, UTC).isoformat(),
         "size": 0,
         "size_vram": 0,
         "digest": offer.fingerprint,

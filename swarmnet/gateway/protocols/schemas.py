@@ -14,11 +14,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from pydantic_core import PydanticCustomError, from_json
 
 from swarmnet.gateway.errors import UNSUPPORTED, ApiError
-from swarmnet.gateway.generation.requests import ChatMessage, OutputFormat, Tool, ToolCall
+from swarmnet.gateway.generation.requests import MAX_CHOICES, ChatMessage, OutputFormat, Tool, ToolCall
 from swarmnet_client.model.grammar import MAX_GRAMMAR_BYTES
 from swarmnet_client.model.sampling import Sampling
 
-MAX_CHOICES = 16
 MAX_STOPS = 8
 MAX_MESSAGES = 4096
 MAX_PARTS = 256

@@ -14,7 +14,7 @@ from swarmnet.gateway.batches.lines import checked_ids, read_lines, windows_by_p
 from swarmnet.gateway.batches.store import BatchStore, StoresByKey
 from swarmnet_protocols.errors import ConfigError
 from tests.defences import Patch, defence, replacing
-from tests.support.swarm.gateway import COMMON, Caller, served
+from tests.support.swarm.gateway import COMMON, Caller, refused, served
 from tests.support.swarm.swarm_lab import Lab, Reference
 
 KEYS = {"alice": "alices-key", "bob": "bobs-secret"}
@@ -56,7 +56,9 @@ def test_openais_client_runs_a_batch(tiny: Reference, tmp_path: Path) -> None:
 
     async def scenario(_lab: Lab, caller: Caller) -> Any:
         client = _client(caller)
-        batch = await _begin(client, _lines(*prompts, "w5 " * 9000))
+        too_many = {"custom_id": "many", "prompt": ["w5"] * 16, "n": 2}
+        lines = _lines(*prompts, "w5 " * 9000) + json.dumps(too_many).encode() + b"\n"
+        batch = await _begin(client, lines)
         batch = await _ended(client, batch)
         assert [each.id async for each in client.batches.list()] == [batch.id]
         assert len((await client.files.list()).data) == 2
@@ -70,11 +72,11 @@ def test_openais_client_runs_a_batch(tiny: Reference, tmp_path: Path) -> None:
     batch, answers, direct, usage = served(tiny, scenario, keys=KEYS, batches=tmp_path)
     assert (batch.status, batch.metadata) == ("completed", {"a": "b"})
     counts = batch.request_counts
-    assert (counts.total, counts.completed, counts.failed) == (21, 20, 1)
+    assert (counts.total, counts.completed, counts.failed) == (22, 20, 2)
     by_id = {each["custom_id"]: each["response"] for each in answers}
-    assert len(by_id) == len(answers) == 21
+    assert len(by_id) == len(answers) == 22
     assert by_id["n3"]["body"]["choices"] == direct["choices"]
-    assert by_id["n20"]["status_code"] == 400
+    assert by_id["n20"]["status_code"] == by_id["many"]["status_code"] == 400
     assert usage["requests"] == 21
 
 
@@ -110,6 +112,9 @@ def test_a_batch_goes_on_after_a_restart_and_can_be_cancelled(tiny: Reference, t
         while not batch.request_counts or not batch.request_counts.completed:
             await asyncio.sleep(0.05)
             batch = await client.batches.retrieve(batch.id)
+        for used in (batch.input_file_id, batch.output_file_id):
+            with pytest.raises(openai.ConflictError, match="cancel the batch first"):
+                await client.files.delete(used)
         return batch.id
 
     async def end(_lab: Lab, caller: Caller) -> Any:
@@ -128,6 +133,47 @@ def test_a_batch_goes_on_after_a_restart_and_can_be_cancelled(tiny: Reference, t
     assert sorted(json.loads(line)["custom_id"] for line in output.splitlines()) == sorted(
         f"n{n}" for n in range(40)
     )
+
+
+FILE = b'--b\r\nContent-Disposition: form-data; name="file"'
+BAD_FORMS = [
+    ("application/json", b"{}", "invalid_form"),
+    ("multipart/form-data", FILE, "invalid_form"),
+    ("multipart/form-data; boundary=b", FILE, "missing_required_parameter"),
+    ("multipart/form-data; boundary=b", FILE + b"; filename*=\0''x\r\n\r\n{}\r\n--b--", "invalid_form"),
+    ("multipart/form-data; boundary=b", FILE + b"\r\n\r\n{}\r\n--b--", "invalid_value"),
+]
+
+
+def test_a_form_without_a_file_for_batches_is_refused(tiny: Reference, tmp_path: Path) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> list[str]:
+        found = []
+        for kind, body, _ in BAD_FORMS:
+            answer = await caller.http.post("/v1/files", content=body, headers={"content-type": kind})
+            assert answer.status_code == 400
+            found.append(refused(answer)[2])
+        return found
+
+    assert served(tiny, scenario, batches=tmp_path) == [code for *_, code in BAD_FORMS]
+
+
+def test_a_batch_without_room_for_answers_fails(tiny: Reference, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(store, "MAX_FILES", 1)
+
+    async def scenario(_lab: Lab, caller: Caller) -> Any:
+        client = _client(caller, "-")
+        batch = await _ended(client, await _begin(client, _lines("w5")))
+        with pytest.raises(openai.BadRequestError, match="metadata"):
+            await client.batches.create(
+                input_file_id=batch.input_file_id,
+                endpoint=COMPLETIONS,
+                completion_window="24h",
+                metadata={"a": "b" * 513},
+            )
+        return batch
+
+    batch = served(tiny, scenario, batches=tmp_path)
+    assert (batch.status, batch.errors.data[0].code) == ("failed", "too_many_files")
 
 
 @defence("files of a key are bounded", off=replacing(store, "MAX_FILES", 10**6))
@@ -157,6 +203,14 @@ def test_a_torn_last_line_of_answers_is_cut_off(tmp_path: Path) -> None:
     with Journal.open(path) as journal:
         assert (journal.ids, journal.completed) == ({"a": "x"}, 1)
         assert path.read_bytes() == whole
+
+
+def test_a_file_that_is_no_journal_keeps_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one line without an end"}')
+    with pytest.raises(ConfigError, match="not a file of answers"), Journal.open(path):
+        pytest.fail("somebody's file became a journal")
+    assert "one line" in path.read_text()
 
 
 def test_lines_are_read_checked_and_sorted_by_prefix(tmp_path: Path) -> None:

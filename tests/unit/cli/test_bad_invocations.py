@@ -50,6 +50,7 @@ BAD = [
     (f"{RUN} --seed=-1", 2, "--seed", "run --help"),
     (f"{RUN} --no-speculate --draft m", 2, "--no-speculate", "run --help"),
     (f"{SERVE} --no-speculate --draft m", 2, "--no-speculate", "serve --help"),
+    ("batch /dev/null --out out --swarm open", 3, "no plain file", "into a file"),
     ("agent gpt", 2, "gpt", "agent --help"),
     ("agent codex --model m", 2, "--swarm", "agent --help"),
     (f"{RUN} --dtype int3", 2, "--dtype", "run --help"),
