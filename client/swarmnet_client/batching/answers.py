@@ -56,7 +56,7 @@ class Request:
 
 @dataclass
 class AnswerStep:
-    """A traced step of an answer, and how many tokens it brought."""
+    """A traced step of an answer, and the number of tokens that it brought."""
 
     step: TracedStep
     tokens: int = 0

@@ -144,8 +144,6 @@ class Batcher:
         self.limits = limits
         self._head = head
         self._open_chain = open_chain
-        self.open_traced: OpenChain | None = None
-        """Opens chains that record their steps. None if requests are not traced."""
         self._waiting: deque[Answer] = deque()
         self._groups: dict[SequenceGroup, asyncio.Task[None]] = {}
         self._room = math.inf
@@ -212,30 +210,28 @@ class Batcher:
             self._group_for(answer.request).join(answer)
 
     def _group_for(self, request: Request) -> SequenceGroup:
-        is_traced = request.traced and self.open_traced is not None
         free = [
             group
             for group in self._groups
-            if group.free and group.adapter is request.adapter and (group.is_traced or not is_traced)
+            if group.free and group.adapter is request.adapter and group.is_traced >= request.traced
         ]
         if free:
             return max(free, key=lambda group: (group.shared(request), group.free))
         if sum(group.held for group in self._groups) > self._most_kept // 2:
-            for group in self._groups:
-                if not group.answers:  # else its caches would leave no room for the new chain
+            for group in self._groups:  # their caches would leave no room for the new chain
+                if not group.answers:
                     group.close()
         size = min(self.limits.active, SEQUENCES_PER_CHAIN)
-        open_chain = (self.open_traced if is_traced else None) or self._open_chain
         group = SequenceGroup(
             size,
             self._head,
-            open_chain,
+            self._open_chain,
             kept=lambda: self._most_kept // max(1, len(self._groups)),
             draft_model=self._draft_model,
             idle_s=self._idle_s,
             adapter=request.adapter,
+            is_traced=request.traced,
         )
-        group.is_traced = is_traced
         self._groups[group] = asyncio.create_task(self._run_group(group), name="sequences")
         return group
 
@@ -309,7 +305,7 @@ class BatchedModel:
     speculates: bool
     """Whether answers are decoded speculatively."""
     lowest: Batcher
-    """Answers requests of batches. Hosts compute them in the time that others leave."""
+    """The batcher of batches. Hosts compute its answers in the pauses of all others."""
     adapter: "Adapter | None" = None
     """What hosts add to the model's weights. Requests of this model carry it."""
 
@@ -342,28 +338,21 @@ class BatchedModel:
             spec = options.chain_spec(local)
 
             def open_chain(
-                adapter: "Adapter | None", give_up_idle: GiveUpIdle, **changes: Any
+                adapter: "Adapter | None", give_up_idle: GiveUpIdle, is_traced: bool, *, is_batch: bool
             ) -> AbstractAsyncContextManager[Chain]:
-                own = replace(spec, adapter=adapter, **changes)
+                trace = Trace(loop.time, of_answers=True) if is_traced else spec.trace
+                own = replace(spec, adapter=adapter, trace=trace, is_batch=is_batch)
                 return Chain.open(hosts, own, layers.embed, layers.logits, give_up_idle)
-
-            def open_traced(
-                adapter: "Adapter | None", give_up_idle: GiveUpIdle
-            ) -> AbstractAsyncContextManager[Chain]:
-                return open_chain(adapter, give_up_idle, trace=Trace(loop.time, of_answers=True))
 
             await hosts.refresh()
             head = LmHead(layers, computing)
 
-            def batcher(open_chain: OpenChain) -> AbstractAsyncContextManager[Batcher]:
+            def batcher(*, is_batch: bool) -> AbstractAsyncContextManager[Batcher]:
+                opener = partial(open_chain, is_batch=is_batch)
                 room = partial(hosts.room, (0, spec.blocks))
-                return Batcher(head, open_chain, limits, draft_model, room, idle_s).running()
+                return Batcher(head, opener, limits, draft_model, room, idle_s).running()
 
-            async with (
-                batcher(open_chain) as first,
-                batcher(partial(open_chain, is_batch=True)) as lowest,
-            ):
-                first.open_traced = open_traced
+            async with batcher(is_batch=False) as first, batcher(is_batch=True) as lowest:
                 most = local.max_positions
                 yield cls(local, layers, vocabulary, first, hosts, most, speculates, lowest)
         finally:

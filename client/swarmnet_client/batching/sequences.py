@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from swarmnet_client.model.drafts.draft_model import DraftModel
     from swarmnet_protocols.session.adapters import Adapter
 
-OpenChain = Callable[["Adapter | None", GiveUpIdle], AbstractAsyncContextManager[Chain]]
-"""Opens a chain whose hosts apply an adapter, or none."""
+OpenChain = Callable[["Adapter | None", GiveUpIdle, bool], AbstractAsyncContextManager[Chain]]
+"""Opens a chain whose hosts apply an adapter, or none. The chain records its steps if the last
+argument is true."""
 PREFILL = 2 * CHUNK
 """Prompt positions sent at a time. More would delay the next tokens of other answers, fewer leave
 hops idle."""
@@ -182,15 +183,16 @@ class SequenceGroup:
         draft_model: "DraftModel | None" = None,
         idle_s: float | None = IDLE_S,
         adapter: "Adapter | None" = None,
+        is_traced: bool = False,
     ) -> None:
-        """``kept`` returns the positions of all KV caches; above this, caches of finished answers
-        are dropped.
+        """``kept`` returns the most positions of all KV caches. Above this, caches of finished
+        answers are dropped.
 
-        ``draft_model``, ``idle_s``: as in ``Batcher``. ``adapter``: of all answers.
+        ``draft_model``, ``idle_s``: as in ``Batcher``. ``adapter``: the adapter of all answers.
+        ``is_traced``: whether the chain records its steps.
         """
         self.adapter = adapter
-        self.is_traced = False
-        """Whether the chain records its steps."""
+        self.is_traced = is_traced
         self._draft_model = draft_model
         self._idle_s = idle_s
         self.report = ChainReport()
@@ -252,7 +254,7 @@ class SequenceGroup:
     async def run(self) -> None:
         """Compute answers until there were none for ``idle_s``. Raises what ``Chain.forward``
         raises."""
-        async with self._open_chain(self.adapter, self._give_up_idle) as chain:
+        async with self._open_chain(self.adapter, self._give_up_idle, self.is_traced) as chain:
             self.report = chain.report
             await race(self._send_prompts(chain), self._send_tokens(chain), self._idle())
 

@@ -28,7 +28,7 @@ async def batcher(
         lab.client(client) as hosts,
         Batcher(
             head_of(lab.reference),
-            lambda adapter, give_up: lab.chain(hosts, give_up_idle=give_up, adapter=adapter),
+            lambda adapter, give_up, _: lab.chain(hosts, give_up_idle=give_up, adapter=adapter),
             limits or BatchLimits(),
             draft_model,
         ).running() as running,
