@@ -1,11 +1,12 @@
 """The models that the hosts of a swarm offer: complete, or with blocks that nobody hosts yet.
 
-:meth:`SwarmOffers.read` reads the catalog and the announcements of each model's hosts. A name that
-hosts chose is one that strangers chose. The swarm file's names win over it.
+:meth:`SwarmOffers.read` reads the catalog and the announcements of each model's hosts. Any stranger
+may host a model under any name, so the names in the swarm file win.
 """
 
 import asyncio
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +24,12 @@ from swarmnet_protocols.routing.coordinates import distance
 from swarmnet_protocols.routing.host_info import HostInfo
 
 HOSTS_READ = 32
-"""Announcements of one model that a look reads, approximately. With more, a look at many models
-takes longer. With fewer, it needs a second look for blocks without a host more often."""
+"""Approximate number of announcements that one look at a model reads. With more, a look at many
+models takes longer. With fewer, more looks miss a block's host, and are repeated."""
 DIGITS = 12
 """Digits of the hash that tell apart models with one name."""
+_HASHED = re.compile(rf".*@([0-9a-f]{{{DIGITS}}})", re.DOTALL)
+"""A name with the beginning of a hash."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,8 @@ class ModelOffer:
 
     - ``context``: most positions of a prompt with its answer; 0 if unknown.
     - ``missing``: ranges of blocks without a host.
-    - ``missing_bytes``: size of these blocks, about; 0 if unknown.
-    - ``tokens_per_s``: estimated speed of one answer, without the way from and to the client; 0 if
-      unknown.
+    - ``missing_bytes``: approximate size of these blocks; 0 if unknown.
+    - ``tokens_per_s``: most tokens per second of one answer; 0 if unknown.
     """
 
     name: str
@@ -50,7 +52,7 @@ class ModelOffer:
 
     @property
     def fingerprint(self) -> str:
-        """What answers and lists name the weights by."""
+        """The name of the weights in answers and lists."""
         return f"swarm-{self.manifest.hex()[:DIGITS]}"
 
     def fields(self) -> dict[str, Any]:
@@ -109,8 +111,9 @@ class SwarmOffers:
 def named(models: Sequence[CatalogModel], rules: Rules) -> list[CatalogModel]:
     """Return the models that the swarm serves, each with a name of its own.
 
-    A model in the swarm file has its name there, and no other model has this name. Other models
-    with one name have the beginnings of their hashes appended.
+    A model in the swarm file has its name there, and no other model has this name. If other models
+    share a name, or have the hash of another model in their name, the beginning of their own hash
+    is appended.
     """
     signed = {manifest: name for name, manifest in rules.names.items()}
     served = [
@@ -120,10 +123,14 @@ def named(models: Sequence[CatalogModel], rules: Rules) -> list[CatalogModel]:
     ]
     served = [each for each in served if rules.names.get(each.name, each.manifest) == each.manifest]
     count = Counter(each.name for each in served)
-    return [
-        each if count[each.name] == 1 else replace(each, name=f"{each.name}@{each.manifest.hex()[:DIGITS]}")
-        for each in served
-    ]
+
+    def own_name(model: CatalogModel) -> str:
+        begin = model.manifest.hex()[:DIGITS]
+        found = _HASHED.fullmatch(model.name)
+        is_own = model.manifest in signed or found is None or found[1] == begin
+        return model.name if is_own and count[model.name] == 1 else f"{model.name}@{begin}"
+
+    return [replace(each, name=own_name(each)) for each in served]
 
 
 def offer_of(model: CatalogModel, hosts: Sequence[HostInfo]) -> ModelOffer:
@@ -143,10 +150,11 @@ def offer_of(model: CatalogModel, hosts: Sequence[HostInfo]) -> ModelOffer:
 
 
 def tokens_per_s(hosts: Sequence[HostInfo], span: tuple[int, int]) -> float:
-    """Return the estimated speed of one answer over a chain of these hosts, which cover ``span``.
+    """Return the most tokens per second of one answer over a chain of these hosts.
 
-    It counts computing and the delays between hosts, as hosts announce them. 0 if a host of the
-    chain has not measured its speed.
+    The hosts cover ``span``. Computing and the delays between hosts count, as hosts announce them.
+    The way from and to the client, its own computing and other answers make it slower. 0 if a host
+    of the chain has not measured its speed.
     """
     chain = find_chain(View(hosts), span, random.Random(0))
     block_s = credible(View(hosts)).block_s

@@ -19,7 +19,7 @@ def models(
     data_dir: DataDirOption,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print the models that hosts of a swarm announce: how fast, or what is missing.
+    """Print the models of a swarm: how fast they answer at most, or which blocks nobody hosts.
 
     \b
     Examples:
@@ -52,10 +52,10 @@ async def _read(entry: Entry) -> "list[ModelOffer]":
 
 
 def model_row(offer: "ModelOffer") -> str:
-    """Return what people read about a model."""
+    """Return the facts about a model as text."""
     facts = [f"forming: {offer.lack()}" if offer.missing else f"available, {counted(offer.blocks, 'block')}"]
     if offer.tokens_per_s:
-        facts.append(f"about {offer.tokens_per_s:.1f} tokens/s")
+        facts.append(f"up to {offer.tokens_per_s:.0f} tokens/s")
     if offer.context:
         facts.append(f"context of {offer.context} tokens")
     return ", ".join(facts)

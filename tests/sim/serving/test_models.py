@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 from swarmnet.gateway import models
 from swarmnet.gateway.models import IDLE_S, LOOK_S, ModelTable
 from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
-from swarmnet_client.hosts.model_offers import DIGITS, ModelOffer, SwarmOffers
+from swarmnet_client.hosts.model_offers import DIGITS, ModelOffer, SwarmOffers, named
 from swarmnet_client.model.load_options import LoadOptions
+from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.membership.rules import Admission, Rules
 from tests.defences import defence, replacing
 from tests.support.swarm.gateway import Caller, calling, continued, refused
@@ -128,11 +130,23 @@ def test_a_model_closes_for_another_and_when_idle(tiny: Reference, beta: Referen
             assert await loaded(caller) == {one}
             assert (await caller.complete(model=two, max_tokens=1)).status_code == 200
             assert await loaded(caller) == {two}
+            (running,) = (await caller.http.get("/api/ps")).json()["models"]
+            closes = datetime.fromisoformat(running["expires_at"]).timestamp()
+            assert closes - caller.gateway.clock() == pytest.approx(IDLE_S, abs=1)
             await asyncio.sleep(IDLE_S + 2 * LOOK_S)
             assert await loaded(caller) == set()
             assert (await caller.complete(model=two, max_tokens=1)).status_code == 200
 
     in_swarm(tiny, beta, scenario)
+
+
+def test_no_model_takes_the_name_of_another() -> None:
+    one, two, three = (bytes([number]) * 32 for number in range(3))
+    own = f"m@{one.hex()[:DIGITS]}"
+    offered = [CatalogModel(three, own, 4), CatalogModel(one, "m", 4), CatalogModel(two, "m", 4)]
+    found = {each.name: each.manifest for each in named(offered, Rules(SWARM, Admission.OPEN))}
+    assert len(found) == 3
+    assert found[own] == one
 
 
 @defence("few requests wait for a model to open", off=replacing(models, "MAX_WAITING", 1 << 30))
