@@ -57,7 +57,8 @@ computed more slowly."""
 GRAPH_CLIENT_SHARE = 2
 """The graphs of one client take at most one part in this many of the memory for caches."""
 GIVE_WAY_S = 0.1
-"""Seconds between two looks whether steps of batches that give way may be computed."""
+"""Seconds between two checks whether waiting steps of batches may be computed. With less, the loop
+wakes often for nothing. With more, pauses pass unused."""
 RECENT_S = 1.0
 """Seconds after its last work while a sequence or session is expected to have more."""
 SMOOTHING = 0.1
@@ -176,7 +177,7 @@ class _Sessions:
         return batching_delay_s(len(steps), expected, forward_s, lead=lead)
 
     def pick(self, steps: Sequence[_StepWork], most: int) -> list[tuple[_StepWork, int]]:
-        """Choose at most ``most`` positions of ``steps``, and count them."""
+        """Choose at most ``most`` positions of ``steps``, and charge their clients."""
         waiting = [work.waiting for work in steps]
         picked = schedule(waiting, most, self.shares.served)
         if picked:
@@ -359,7 +360,7 @@ class Engine:
 
         ``stage`` is this engine's stage or a part of it. Each sequence grows by ``count``.
         ``started`` is called for each row when its first forward begins. Graphs are dropped to make
-        room. ``is_batch``: the rows give way to others.
+        room. ``is_batch``: whether the rows wait for the pauses of all others.
 
         Raises ``OutOfResources``, before anything is computed, if the KV caches may not grow that
         far, ``StreamEnded`` if a sequence was released, and ``Unreachable`` if the engine has
@@ -469,7 +470,7 @@ class Engine:
         return _now() >= max(first.since, self._last_pass_at) + first.max_delay_s
 
     def _pick(self) -> list[tuple[_StepWork, int]]:
-        """Choose the steps of the next forward. There may be none while batches give way."""
+        """Choose the steps of the next forward. There may be none while batches wait."""
         steps = [work for work in self._steps if not work.is_batch]
         batches = [work for work in self._steps if work.is_batch]
         self._urgent.set_active(work.scope for work in steps)
@@ -492,7 +493,7 @@ class Engine:
         """Compute one forward of the steps that the scheduler chooses."""
         picked = self._pick()
         if not picked:
-            # until other steps come, or have not come for long enough
+            # batches wait until other steps come, or have stayed away for long enough
             self._wake.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(GIVE_WAY_S):

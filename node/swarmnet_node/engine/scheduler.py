@@ -42,14 +42,16 @@ step comes only after it got an answer."""
 
 
 BATCH_RIDE_SHARE = 0.1
-"""Longest share of a forward by which the steps of batches that ride along may prolong it."""
+"""Largest share by which the steps of batches may prolong a forward of others."""
 BATCH_WAIT_S = 10.0
 """Seconds after which steps of a batch wait no longer for others. More would come near to
-``Timing.stall_s``, when clients give up a host that computes nothing for them; less would delay
+``Timing.stall_s``, when clients give up a host that computes nothing for them. Less would delay
 others more often."""
 RHYTHM_S = 1.0
-"""Seconds after a step without another one until batches compute as if nobody else were there."""
+"""Seconds without other steps until batches compute as if they were alone. More would waste time
+after the last answer. Less would delay steps that come over slow links."""
 RHYTHM_SMOOTHING = 0.1
+"""Weight of the newest pause or forward in its running mean."""
 
 C = TypeVar("C", bound=Hashable)
 
@@ -71,7 +73,7 @@ class Waiting:
 
 @dataclass
 class Rhythm:
-    """When steps of sessions that are no batch come, so that batches compute in the pauses.
+    """The pauses between the steps of all sessions other than batches. Batches compute in them.
 
     Shorter pauses count at once and longer ones slowly, so that a batch rarely delays a step.
     """
@@ -79,7 +81,7 @@ class Rhythm:
     ended_s: float = -math.inf
     """End of the last forward with such steps."""
     pause_s: float = 0.0
-    """Seconds from such an end until the next of these steps came; 0 until measured."""
+    """Seconds from such an end to the arrival of the next step; 0 until measured."""
     forward_s: float = 0.0
     """Seconds of a forward with such steps, averaged."""
     _is_pause: bool = False
@@ -98,13 +100,13 @@ class Rhythm:
         self.forward_s = averaged(self.forward_s, elapsed_s, RHYTHM_SMOOTHING)
 
     def spare_s(self, now_s: float, *, waits: bool) -> float:
-        """Return the seconds that steps of batches may add to the next forward. ``waits``: other
-        steps are in it."""
+        """Return the seconds that steps of batches may add to the next forward. ``waits``: whether
+        the forward has other steps."""
         if waits:
             return BATCH_RIDE_SHARE * self.forward_s
         if now_s - self.ended_s >= RHYTHM_S:
             return math.inf
-        # a forward of few positions takes as long as one of the steps that it must not delay
+        # even a forward of few positions takes as long as a forward of the others
         return self.ended_s + self.pause_s - now_s - self.forward_s
 
 

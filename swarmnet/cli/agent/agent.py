@@ -146,8 +146,8 @@ def _ready(process: "subprocess.Popen[bytes]") -> str:
 
 
 def _served(resident: Resident) -> Served:
-    """Ask an endpoint for its model: of several, the one with the longest context, because agents
-    send long instructions. Raises ``Unreachable``."""
+    """Ask an endpoint for its model with the longest context, because agents send long
+    instructions. Raises ``Unreachable``."""
     try:
         with closing(http.client.HTTPConnection(urlsplit(resident.url).netloc, timeout=ASK_S)) as connection:
             connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {resident.key}"})

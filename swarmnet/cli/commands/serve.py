@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 DRAIN_S = 60.0
 """Seconds that running answers may take to end after the command is stopped."""
 MEMORY_SHARE = 4
-"""Open models take at most this part of the machine's memory, unless the user says otherwise. With
-a larger part, other programs run short. With a smaller one, models close and open more often."""
+"""Open models take at most one part in this many of the machine's memory, unless the user says
+otherwise. With fewer parts, other programs run short. With more, models close and open often."""
 MAX_KEY_FILE_BYTES = 1 << 20
 MAX_FILES = 65536
 """Limit on open files, raised from the usual 1024 because each HTTP connection takes one."""
@@ -70,7 +70,7 @@ _ORIGIN = re.compile(
 )
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_ADAPTERS = 16
-"""A host keeps as many adapters for one client."""
+"""Most adapters of one endpoint. A host keeps as many for one client."""
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
@@ -283,7 +283,7 @@ def _named(line: str, place: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Folders:
-    """Where the models of a whole swarm are kept: the arguments of ``resolve``."""
+    """The folder of a swarm's models, and its limit: arguments of ``resolve``."""
 
     cache_dir: Path
     max_disk_bytes: int | None = None
