@@ -173,6 +173,7 @@ bench: $(INSTALLED) llama-bench
 	$(BIN)/python -m tests.bench.dashboard_page
 	$(BIN)/python -m tests.bench.gateway
 	$(BIN)/python -m tests.bench.batch
+	$(BIN)/python -m tests.bench.router
 	$(BIN)/python -m tests.bench.dashboard
 	$(BIN)/python -m tests.bench.node
 	$(BIN)/python -m tests.bench.limits

@@ -29,6 +29,7 @@ class Commands(LazyGroup):
         LazyCommand("serve", "commands.serve:serve", USE, "Serve an OpenAI-compatible endpoint."),
         LazyCommand("batch", "batch.batch:batch", USE, "Answer a file of prompts while nobody waits."),
         LazyCommand("models", "commands.models:models", USE, "List the models of a swarm, and their speed."),
+        LazyCommand("router", "router.router:app", USE, "Choose a model for each question: auto."),
         LazyCommand("agent", "agent.agent:agent", USE, "Start an agent, such as Claude Code, on a model."),
         LazyCommand("bench", "commands.bench:bench", USE, "Measure what a swarm, or this machine, delivers."),
         LazyCommand("model", "commands.model:app", USE, "Fetch and check model files."),

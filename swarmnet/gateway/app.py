@@ -34,7 +34,7 @@ from swarmnet.gateway.generation.answering import check_places, generating
 from swarmnet.gateway.generation.embedding import embedded
 from swarmnet.gateway.generation.events import Usage
 from swarmnet.gateway.generation.generation import Generation
-from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest
+from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest, Prompt
 from swarmnet.gateway.generation.sequence_requests import prepare_prompts, sequence_requests
 from swarmnet.gateway.models import ModelEntry, ModelTable, OpenedModel
 from swarmnet.gateway.own_answers import OwnRequest, answer_own, check_key
@@ -57,10 +57,12 @@ from swarmnet.gateway.protocols.ollama import OLLAMA_CHAT, OLLAMA_GENERATE, Olla
 from swarmnet.gateway.protocols.responses import RESPONSES, ResponsesBody
 from swarmnet.gateway.protocols.schemas import DetokenizeRequest, StrictModel, TokenizeRequest
 from swarmnet.gateway.quotas import Quota, QuotaTracker
+from swarmnet.gateway.routing.router import AUTO, Router, question
 from swarmnet.gateway.usage import RunningRequest, UsageByKey
 from swarmnet.resident import PATH
 from swarmnet.web.middleware import key_name
 from swarmnet.web.pages import add_page
+from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
@@ -95,6 +97,8 @@ class Gateway:
     """The secret of this user's own commands (``own_answers.py``); empty to refuse them."""
     batches_dir: Path | None = None
     """The folder of files and batches of the only model. None to refuse batches."""
+    router: Router | None = None
+    """Chooses the model of requests for ``auto``. None: there is no such model."""
 
     def __post_init__(self) -> None:
         self.parser = BodyParser(self.models.max_context)
@@ -187,17 +191,20 @@ class Gateway:
     # ---- endpoints ------------------------------------------------------------------------------
 
     async def all_models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._model_object(each) for each in self.models.listed()]}
+        return {"object": "list", "data": [self._model_object(each) for each in self._listed()]}
 
     async def one_model(self, name: str) -> dict[str, Any]:
-        return self._model_object(self.models.find(name))
+        return self._model_object(self._find(name))
 
     async def answer(self, endpoint: GenerationEndpoint[Any], request: Request) -> Response:
         body = await self._parse(request, endpoint.body)
+        before = ""
+        if isinstance(body, ResponsesBody):
+            body.continue_from(self._kept[key_name(request)])
+            before = body.answered_by
+        body.model = self._resolved(body.model, lambda: endpoint.request(body, Sampling()).prompt, before)
         async with self._using(request, body.model) as (model, stack):
             served = self._served_as(model, key_name(request))
-            if isinstance(body, ResponsesBody):
-                body.continue_from(served.kept)
             wanted = endpoint.request(body, model.batched.sampling)
             return await self._generate(request, wanted, model, endpoint.writer(body, served), stack)
 
@@ -223,6 +230,7 @@ class Gateway:
 
     async def count_tokens(self, request: Request) -> dict[str, int]:
         body = await self._parse(request, CountBody)
+        body.model = self._resolved(body.model, body.chat)
         async with self._using(request, body.model) as (model, _):
             ids = await model.tokenizer.encode_chat(body.chat(), generation_prompt=True)
             return {"input_tokens": len(ids)}
@@ -245,7 +253,7 @@ class Gateway:
         return {"version": ollama.API_VERSION}
 
     async def ollama_tags(self) -> dict[str, Any]:
-        return {"models": [self._ollama_object(each) for each in self.models.listed()]}
+        return {"models": [self._ollama_object(each) for each in self._listed()]}
 
     async def ollama_ps(self) -> dict[str, Any]:
         loaded = [each for each in self.models.listed() if each.served is not None]
@@ -253,7 +261,7 @@ class Gateway:
 
     async def ollama_show(self, request: Request) -> dict[str, Any]:
         body = await self._parse(request, ollama.ShowBody)
-        return ollama.shown(self._ollama_object(self.models.find(body.model)))
+        return ollama.shown(self._ollama_object(self._find(body.model)))
 
     async def answer_own(self, request: Request) -> Response:
         check_key(request, self.own_key)
@@ -379,6 +387,31 @@ class Gateway:
     def _served_as(self, model: OpenedModel, key: str) -> ServedAs:
         fingerprint = model.offer.fingerprint
         return ServedAs(model.name, model.batched.tokenizer, int(self.clock()), fingerprint, self._kept[key])
+
+    def _resolved(self, name: str, prompt: Callable[[], Prompt], before: str = "") -> str:
+        """Return the model that answers a request for ``name``: for ``auto``, the router's choice.
+
+        ``before``: the model of the previous response. Raises ``ApiError`` if none can answer.
+        """
+        if name != AUTO or self.router is None:
+            return name
+        speeds = self.router.speeds(each.offer for each in self.models.listed())
+        return self.router.choose(question(prompt()), speeds, before)
+
+    def _listed(self) -> list[ModelEntry]:
+        """Return the entries of all models, and last ``auto`` if there is a router."""
+        entries = self.models.listed()
+        if self.router is None:
+            return entries
+        entries = [each for each in entries if each.offer.name != AUTO]  # hosts choose any name
+        auto = self.router.offer(each.offer for each in entries)
+        return entries if auto is None else [*entries, ModelEntry(auto)]
+
+    def _find(self, name: str) -> ModelEntry:
+        """Return a model of the list. Raises ``ApiError`` for an unknown name."""
+        return next((each for each in self._listed() if each.offer.name == name), None) or self.models.find(
+            name
+        )
 
     def _model_object(self, entry: ModelEntry) -> dict[str, Any]:
         return {

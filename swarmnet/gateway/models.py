@@ -21,6 +21,7 @@ from swarmnet.gateway.errors import RETRY_S, ApiError
 from swarmnet.gateway.generation.tokenization import PromptTokenizer
 from swarmnet.gateway.metrics import GatewayMetrics, ModelMetrics
 from swarmnet.gateway.parsing import MAX_TOKENS
+from swarmnet.gateway.routing.router import AUTO
 from swarmnet_client.batching.continuous_batching import BatchedModel, Overloaded
 from swarmnet_client.hosts.model_offers import ModelOffer
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
@@ -217,6 +218,7 @@ class ModelTable:
         here = ", ".join(repr(each) for each in names[:MAX_LISTED]) or "none: nobody hosts a model"
         more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
         message = f"there is no model {name[:200]!r} here, only {here}{more}"
+        message += "; a router chooses for it: serve --router FILE" if name == AUTO else ""
         raise ApiError(404, message, "model_not_found", param="model")
 
     @asynccontextmanager

@@ -31,6 +31,7 @@ from swarmnet.cli.options import (
     StopOnEofFlag,
     SwarmOption,
     WireOption,
+    check_at_least_zero,
     check_draft,
     device_option,
 )
@@ -47,6 +48,7 @@ from swarmnet_protocols.machine.platform import allow_open_files
 if TYPE_CHECKING:
     from swarmnet.gateway.app import Gateway
     from swarmnet.gateway.models import ModelTable
+    from swarmnet.gateway.routing.router import Router
     from swarmnet.web.middleware import AccessPolicy, ApiKeys
     from swarmnet.web.server import HttpEndpoint
     from swarmnet_node.supervisor import Supervisor
@@ -153,6 +155,23 @@ class EndpointOptions:
             "Repeat it for more adapters.",
         ),
     ] = field(default_factory=list)
+    router: Annotated[
+        Path | None,
+        typer.Option(
+            "--router",
+            metavar="FILE",
+            help="Also offer the model auto: this router, which `swarmnet router fit` made, chooses a model for each question.",
+            dir_okay=False,
+        ),
+    ] = None
+    router_cost: Annotated[
+        float,
+        typer.Option(
+            "--router-cost",
+            metavar="X",
+            help="With more, auto chooses faster models more often. 0: the best model. `router fit` prints what each X buys.",
+        ),
+    ] = 0.0
     as_json: JsonFlag = False
     stop_on_eof: StopOnEofFlag = False
     demo: Annotated[bool, typer.Option("--demo", hidden=True)] = False
@@ -191,6 +210,7 @@ def serve(
         raise typer.BadParameter("name the model of the adapters: --model M", param_hint="'--adapter'")
     own_key = new_key()
     access = options.access(own_key)
+    router = _read_router(options, model)
     listen(options.host, options.port).close()  # reports an address in use before the swarm is searched
     network = client.network(swarm)
     prepare_rendering()
@@ -204,7 +224,7 @@ def serve(
                 report("asking the swarm for its models", 0, None)
                 source = Folders(client.cache_dir, client.max_disk_bytes)
         options = replace(options, port=port)
-        port = run_until_stopped(_serve(source, network, access, options, own_key))
+        port = run_until_stopped(_serve(source, network, access, options, own_key, router))
 
 
 def adapter_folders(given: Sequence[str]) -> dict[str, Path]:
@@ -231,6 +251,21 @@ def _read_adapters(local: "LocalModel", folders: Mapping[str, Path]) -> "dict[st
     from swarmnet_client.tuning.adapter_dir import read_lora
 
     return {name: read_lora(local, folder) for name, folder in folders.items()}
+
+
+def _read_router(options: EndpointOptions, model: str) -> "Router | None":
+    """Read the router of an endpoint, if it has one. Raises ``ConfigError`` for a bad file."""
+    from swarmnet.gateway.routing.router import Router
+
+    price = check_at_least_zero(options.router_cost, option="--router-cost")
+    if options.router is None:
+        if price:
+            raise typer.BadParameter("name the router, too: --router FILE", param_hint="'--router-cost'")
+        return None
+    if model and not options.adapter:
+        message = "it chooses between models: leave out --model, or add an --adapter"
+        raise typer.BadParameter(message, param_hint="'--router'")
+    return Router.read(options.router, price)
 
 
 def check_origin(text: str) -> str:
@@ -353,6 +388,7 @@ async def _endpoint(
     access: "AccessPolicy",
     options: EndpointOptions,
     own_key: str,
+    router: "Router | None" = None,
 ) -> "AsyncIterator[tuple[Gateway, HttpEndpoint, tuple[Transport, Directory]]]":
     """Serve the endpoint while the context is open, so that this user's `swarmnet run` finds it."""
     from swarmnet.gateway.app import Gateway, refusal
@@ -368,7 +404,7 @@ async def _endpoint(
         connection = await stack.enter_async_context(connect(network, client_mode=True))
         models = await stack.enter_async_context(_models(source, connection, network, options))
         batches = None if isinstance(source, Folders) else default_state_dir() / "batches"
-        gateway = Gateway(models, quota, own_key=own_key, batches_dir=batches)
+        gateway = Gateway(models, quota, own_key=own_key, batches_dir=batches, router=router)
         await stack.enter_async_context(gateway.running())
         bare = gateway.app()
         if options.demo:
@@ -388,6 +424,7 @@ async def _serve(
     access: "AccessPolicy",
     options: EndpointOptions,
     own_key: str,
+    router: "Router | None" = None,
 ) -> int | None:
     """Serve until the user stops the command, or peers host a newer revision of a job.
 
@@ -401,7 +438,11 @@ async def _serve(
         interrupts.catch_end_of(sys.stdin)
     stop = asyncio.Event()
     name = "" if isinstance(source, Folders) else source.name
-    async with _endpoint(source, network, access, options, own_key) as (gateway, endpoint, connection):
+    async with _endpoint(source, network, access, options, own_key, router) as (
+        gateway,
+        endpoint,
+        connection,
+    ):
         interrupts.first = stop.set
         _announce(
             endpoint.url,

@@ -50,7 +50,13 @@ class BatchLine:
 
 
 def read_lines(path: Path, model: str) -> Iterator[BatchLine]:
-    """Yield the requests of a file.
+    """Yield the requests of a file. Raises ``ConfigError`` that names the first invalid line."""
+    for number, where, fields in json_lines(path):
+        yield _line(fields, where, f"line-{number}", model)
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield the objects of a file of JSON lines, each after its number and its place in words.
 
     Raises ``ConfigError`` that names the first invalid line.
     """
@@ -60,12 +66,13 @@ def read_lines(path: Path, model: str) -> Iterator[BatchLine]:
             while raw := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
                 if raw.strip():
-                    yield _line(raw, f"line {number} of {path}", f"line-{number}", model)
+                    where = f"line {number} of {path}"
+                    yield number, where, _object(raw, where)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check the path") from error
 
 
-def _line(raw: bytes, where: str, usual_id: str, model: str) -> BatchLine:
+def _object(raw: bytes, where: str) -> dict[str, Any]:
     if len(raw) > MAX_LINE_BYTES:
         raise ConfigError(f"{where} is longer than {MAX_LINE_BYTES} bytes")
     try:
@@ -74,6 +81,10 @@ def _line(raw: bytes, where: str, usual_id: str, model: str) -> BatchLine:
         raise ConfigError(f"{where} is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} is not a JSON object")
+    return fields
+
+
+def _line(fields: dict[str, Any], where: str, usual_id: str, model: str) -> BatchLine:
     custom_id = fields.pop("custom_id", usual_id)
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
         raise ConfigError(f"{where}: custom_id is a text of 1 to {MAX_ID_CHARS} characters")

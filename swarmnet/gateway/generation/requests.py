@@ -93,6 +93,10 @@ class ChatPrompt:
     template: Mapping[str, Any] = field(default_factory=dict)
 
 
+Prompt = ChatPrompt | tuple[str | list[int], ...]
+"""A chat, or the texts and token lists to be continued."""
+
+
 @dataclass(frozen=True)
 class OutputFormat:
     """The form that an answer must have.
@@ -109,7 +113,7 @@ class OutputFormat:
 class GenerationRequest:
     """The request of a caller, whichever protocol they speak.
 
-    - ``prompt``: a chat, or the texts and token lists to be continued, one answer each.
+    - ``prompt``: each text or token list has one answer.
     - ``param``: the parameter with the prompt, for error messages.
     - ``sampling``: its seed is the first choice's. Each further choice adds one.
     - ``echo``: whether choices begin with their prompts, which are texts or token lists.
@@ -120,7 +124,7 @@ class GenerationRequest:
     """
 
     model: str
-    prompt: ChatPrompt | tuple[str | list[int], ...]
+    prompt: Prompt
     param: str
     sampling: Sampling
     max_tokens: int | None = None

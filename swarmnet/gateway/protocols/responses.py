@@ -127,15 +127,24 @@ class ResponsesBody(StrictModel):
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     user: str = Field("", max_length=MAX_OWNER_CHARS)
     _said: tuple[ChatMessage, ...] = PrivateAttr(())
+    _answered_by: str = PrivateAttr("")
 
     @property
     def said(self) -> tuple[ChatMessage, ...]:
         """The conversation up to this request, without instructions."""
         return self._said
 
+    @property
+    def answered_by(self) -> str:
+        """The model of the previous response; "" if there is none."""
+        return self._answered_by
+
     def continue_from(self, kept: KeptResponses) -> None:
         """Take the conversation of the previous response. Raises ``ApiError`` if it is not kept."""
-        before = kept.find(self.previous_response_id).messages if self.previous_response_id else ()
+        before: tuple[ChatMessage, ...] = ()
+        if self.previous_response_id:
+            previous = kept.find(self.previous_response_id)
+            before, self._answered_by = previous.messages, previous.fields["model"]
         found = (item.message() for item in self.input)
         self._said = (*before, *(message for message in found if message is not None))
 

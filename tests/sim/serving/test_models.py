@@ -12,13 +12,14 @@ import pytest
 
 from swarmnet.gateway import models
 from swarmnet.gateway.models import IDLE_S, LOOK_S, ModelTable
+from swarmnet.gateway.routing.router import Router
 from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
 from swarmnet_client.hosts.model_offers import DIGITS, ModelOffer, SwarmOffers, named
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.membership.rules import Admission, Rules
 from tests.defences import defence, replacing
-from tests.support.swarm.gateway import Caller, calling, continued, refused
+from tests.support.swarm.gateway import TEMPLATE, Caller, calling, continued, refused
 from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
 from tests.support.swarm.tiny_swarm import load_tiny
 
@@ -35,7 +36,9 @@ def beta(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 @asynccontextmanager
-async def swarm_gateway(*labs: Lab, max_bytes: int = 2 * MEMORY) -> AsyncIterator[Caller]:
+async def swarm_gateway(
+    *labs: Lab, max_bytes: int = 2 * MEMORY, router: Router | None = None
+) -> AsyncIterator[Caller]:
     """A gateway of the models of ``labs``, which share a network."""
 
     @asynccontextmanager
@@ -49,13 +52,14 @@ async def swarm_gateway(*labs: Lab, max_bytes: int = 2 * MEMORY) -> AsyncIterato
             lab.client(f"client of {offer.name}") as hosts,
             BatchedModel.open(lab.reference.local, hosts, load, BatchLimits()) as batched,
         ):
+            batched.tokenizer.chat_template = TEMPLATE
             yield batched
 
     async with labs[0].client("observer") as hosts:
         offers = SwarmOffers(hosts.directory, Rules(SWARM, Admission.OPEN), random.Random(0))
         async with (
             ModelTable.of_swarm(offers.read, opener, max_bytes) as table,
-            calling(table) as caller,
+            calling(table, router=router) as caller,
         ):
             yield caller
 

@@ -15,6 +15,7 @@ from swarmnet.gateway.app import Gateway, refusal
 from swarmnet.gateway.batches.endpoints import FILES, MAX_UPLOAD_BYTES
 from swarmnet.gateway.models import ModelTable
 from swarmnet.gateway.quotas import Quota
+from swarmnet.gateway.routing.router import Router
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
 from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
 from swarmnet_client.model.load_options import LoadOptions
@@ -141,10 +142,13 @@ async def calling(
     quota: Quota | None = None,
     keys: dict[str, str] | None = None,
     batches: Path | None = None,
+    router: Router | None = None,
 ) -> AsyncIterator[Caller]:
     """A client of a gateway of these models."""
     clock = asyncio.get_running_loop().time
-    served = Gateway(models, quota or Quota(), clock=lambda: EPOCH + clock(), batches_dir=batches)
+    served = Gateway(
+        models, quota or Quota(), clock=lambda: EPOCH + clock(), batches_dir=batches, router=router
+    )
     access = AccessPolicy(ApiKeys(keys or {}), public_paths=["/health"])
     most, long_bodies = served.parser.max_bytes, {FILES: MAX_UPLOAD_BYTES}
     app = protect(served.app(), access, max_body_bytes=most, long_bodies=long_bodies, refusal=refusal)
