@@ -27,8 +27,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from swarmnet.gateway.accounts import Account, Accounts, Quota, RunningRequest
 from swarmnet.gateway.batches.answering import LineAnswerer
 from swarmnet.gateway.batches.endpoints import BatchEndpoints
+from swarmnet.gateway.batches.queue import AT_ONCE, BatchQueue
 from swarmnet.gateway.errors import CLIENT_CLOSED_REQUEST, RETRY_S, ApiError, api_error
 from swarmnet.gateway.generation.answering import check_places, generating
 from swarmnet.gateway.generation.embedding import embedded
@@ -51,14 +53,11 @@ from swarmnet.gateway.protocols.endpoint import (
     answer_parts,
     whole_answer,
 )
-from swarmnet.gateway.protocols.kept_responses import ResponsesByKey
 from swarmnet.gateway.protocols.messages import MESSAGES, CountBody
 from swarmnet.gateway.protocols.ollama import OLLAMA_CHAT, OLLAMA_GENERATE, OllamaEmbedBody
 from swarmnet.gateway.protocols.responses import RESPONSES, ResponsesBody
 from swarmnet.gateway.protocols.schemas import DetokenizeRequest, StrictModel, TokenizeRequest
-from swarmnet.gateway.quotas import Quota, QuotaTracker
 from swarmnet.gateway.routing.router import AUTO, Router, question
-from swarmnet.gateway.usage import RunningRequest, UsageByKey
 from swarmnet.resident import PATH
 from swarmnet.web.middleware import key_name
 from swarmnet.web.pages import add_page
@@ -102,14 +101,13 @@ class Gateway:
 
     def __post_init__(self) -> None:
         self.parser = BodyParser(self.models.max_context)
-        self._quotas = QuotaTracker(self.quota)
+        self.accounts = Accounts(self.quota, self.clock)
         self._created = int(self.clock())
-        self._kept = ResponsesByKey(self.clock)
-        self._usage = UsageByKey()
         self._batches = None
         if self.batches_dir is not None:
             folder = self.batches_dir / self.models.usual_name.replace("/", "--")
-            self._batches = BatchEndpoints(folder, self.line_answerer, self.parser, self.clock)
+            self._batches = BatchQueue(folder, self.accounts, self.line_answerer, self.parser, self.clock)
+        self._batch_places = asyncio.Semaphore(AT_ONCE)
         self._running = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -151,7 +149,7 @@ class Gateway:
         )
         add_page(app, STATIC)
         if self._batches is not None:
-            self._batches.add_routes(app)
+            BatchEndpoints(self.accounts, self.parser, self._batches).add_routes(app)
         for kind in (ApiError, SwarmnetError, HTTPException, Exception):
             app.add_exception_handler(kind, self._handle_error)
         return app
@@ -165,23 +163,19 @@ class Gateway:
         async with self._batches.running():
             yield
 
-    def line_answerer(self, key: str) -> LineAnswerer:
-        """Return the answerer of a batch's lines. ``key``: the name of the key that sent the batch.
+    def line_answerer(self, account: Account, places: asyncio.Semaphore | None = None) -> LineAnswerer:
+        """Return the answerer of a batch's lines.
 
-        Raises ``ApiError`` if the endpoint has several models.
+        ``places``: for lines that are answered at a time; by default ``AT_ONCE``, for all accounts
+        together. Raises ``ApiError`` if the endpoint has several models.
         """
-
-        def used(usage: Usage) -> None:
-            tokens = usage.prompt_tokens + usage.completion_tokens
-            self._quotas.use_tokens(key, tokens, asyncio.get_running_loop().time())
-            self._usage[key].answered(usage)
-
         only = self.models.only
         model = None if only is None else only.served
         if model is None:
             raise ApiError(400, "batches need an endpoint of one model", "invalid_value", param="model")
-        batched, served_as = model.batched.for_batches(), self._served_as(model, key)
-        return LineAnswerer(batched, served_as, model.tokenizer, self.parser, model.metrics, key, used)
+        batched, served_as = model.batched.for_batches(), self._served_as(model, account)
+        places = places or self._batch_places
+        return LineAnswerer(batched, served_as, model.tokenizer, model.metrics, account, places)
 
     async def drain(self) -> None:
         """Refuse new requests and wait until the running ones have ended."""
@@ -200,11 +194,11 @@ class Gateway:
         body = await self._parse(request, endpoint.body)
         before = ""
         if isinstance(body, ResponsesBody):
-            body.continue_from(self._kept[key_name(request)])
+            body.continue_from(self._account(request).kept)
             before = body.answered_by
         body.model = self._resolved(body.model, lambda: endpoint.request(body, Sampling()).prompt, before)
         async with self._using(request, body.model) as (model, stack):
-            served = self._served_as(model, key_name(request))
+            served = self._served_as(model, self._account(request))
             wanted = endpoint.request(body, model.batched.sampling)
             return await self._generate(request, wanted, model, endpoint.writer(body, served), stack)
 
@@ -217,15 +211,14 @@ class Gateway:
             if (body.dimensions or 1) > width:
                 message = f"an embedding of this model has {width} dimensions"
                 raise ApiError(400, message, "invalid_value", param="dimensions")
-            key = self._admit(request, model, 1, stack)
+            account = self._admit(request, model, 1, stack)
             prompts = await prepare_prompts(wanted, model.tokenizer)
-            requests = sequence_requests(wanted, prompts, batched, model.tokenizer, key)
+            requests = sequence_requests(wanted, prompts, batched, model.tokenizer, account.name)
             tokens = sum(len(each.ids) for each in requests)
-            self._quotas.use_tokens(key, tokens, asyncio.get_running_loop().time())
+            account.count(Usage(tokens))
             vectors = await race(embedded(batched, requests, body.dimensions), _client_left(request))
             if vectors is None:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
-            self._usage[key].answered(Usage(tokens))
             return JSONResponse(body.response(model.name, vectors, tokens))
 
     async def count_tokens(self, request: Request) -> dict[str, int]:
@@ -236,17 +229,17 @@ class Gateway:
             return {"input_tokens": len(ids)}
 
     async def kept_response(self, response_id: str, request: Request) -> dict[str, Any]:
-        return self._kept[key_name(request)].find(response_id).fields
+        return self._account(request).kept.find(response_id).fields
 
     async def forget_response(self, response_id: str, request: Request) -> dict[str, Any]:
-        self._kept[key_name(request)].forget(response_id)
+        self._account(request).kept.forget(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def usage(self, request: Request) -> dict[str, Any]:
-        return self._usage[key_name(request)].fields()
+        return self._account(request).fields()
 
     async def cancel_request(self, request_id: str, request: Request) -> dict[str, Any]:
-        self._usage[key_name(request)].cancel(request_id)
+        self._account(request).cancel(request_id)
         return {"id": request_id, "object": "request", "cancelled": True}
 
     async def ollama_version(self) -> dict[str, str]:
@@ -311,15 +304,15 @@ class Gateway:
     async def _parse(self, request: Request, schema: type[R]) -> R:
         """Read and parse the body. Raises ``ApiError`` if the key's quota is used up, before the
         body is read, and for an invalid body."""
-        key = key_name(request)
-        self._quotas.check(key, asyncio.get_running_loop().time())
+        account = self._account(request)
+        account.check()
         if not is_json(request.headers.get("content-type", "")):
             message = "the body is not a JSON object, sent with the header content-type: application/json"
             raise ApiError(400, message, "invalid_json")
         try:
             return self.parser.parse(await request.body(), schema)
         except ApiError:
-            self._quotas.count_invalid(key, asyncio.get_running_loop().time())
+            account.count_invalid()
             raise
 
     async def _generate(
@@ -332,15 +325,12 @@ class Gateway:
     ) -> Response:
         """Admit a request, tokenize it, generate its choices and respond. A streamed response takes
         over ``stack``."""
-        key = self._admit(request, model, wanted.choices, stack)
+        account = self._admit(request, model, wanted.choices, stack)
         generation = await stack.enter_async_context(
-            generating(wanted, model.batched, model.tokenizer, model.metrics, key)
+            generating(wanted, model.batched, model.tokenizer, model.metrics, account.name)
         )
         running = RunningRequest(request.url.path, model.name, int(self.clock()), generation)
-        stack.enter_context(self._usage[key].running(running))
-        clock = asyncio.get_running_loop().time
-        self._quotas.use_tokens(key, generation.sent_tokens, clock())
-        stack.callback(lambda: self._quotas.use_tokens(key, generation.usage.completion_tokens, clock()))
+        stack.enter_context(account.running(running))
         if not wanted.stream:
             response = whole_answer(generation, writer)
             fields = await race(response, _client_left(request))
@@ -364,14 +354,16 @@ class Gateway:
             request.state.model = model.name
             yield model, stack
 
-    def _admit(self, request: Request, model: OpenedModel, choices: int, stack: AsyncExitStack) -> str:
-        """Count a request in the quota of its key until ``stack`` is closed, and return the name of
-        the key. Raises ``ApiError`` or ``Overloaded`` if it cannot run now."""
+    def _account(self, request: Request) -> Account:
+        return self.accounts[key_name(request)]
+
+    def _admit(self, request: Request, model: OpenedModel, choices: int, stack: AsyncExitStack) -> Account:
+        """Count a request in the quota of its key until ``stack`` is closed, and return the account
+        of the key. Raises ``ApiError`` or ``Overloaded`` if it cannot run now."""
         check_places(model.batched, choices)
-        key = key_name(request)
-        self._quotas.admit(key, choices, asyncio.get_running_loop().time())
-        stack.callback(self._quotas.release, key, choices)
-        return key
+        account = self._account(request)
+        stack.enter_context(account.admitted(choices))
+        return account
 
     def _check_not_draining(self) -> None:
         if self._draining:
@@ -384,9 +376,9 @@ class Gateway:
         else:
             self._idle.clear()
 
-    def _served_as(self, model: OpenedModel, key: str) -> ServedAs:
+    def _served_as(self, model: OpenedModel, account: Account) -> ServedAs:
         fingerprint = model.offer.fingerprint
-        return ServedAs(model.name, model.batched.tokenizer, int(self.clock()), fingerprint, self._kept[key])
+        return ServedAs(model.name, model.batched.tokenizer, int(self.clock()), fingerprint, account.kept)
 
     def _resolved(self, name: str, prompt: Callable[[], Prompt], before: str = "") -> str:
         """Return the model that answers a request for ``name``: for ``auto``, the router's choice.

@@ -6,8 +6,9 @@ validation ends at the first invalid value.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -62,6 +63,10 @@ class BodyParser:
     def parse(self, body: bytes, schema: type[R]) -> R:
         """Return the request in ``body``. Raises ``ApiError`` that names the first invalid field or
         exceeded limit."""
+        return validated(self.fields(body), schema)
+
+    def fields(self, body: bytes) -> dict[str, Any]:
+        """Return the JSON object in ``body``. Raises ``ApiError``."""
         if len(body) > self.max_bytes:
             raise _too_large(f"the body is longer than {self.max_bytes} bytes")
         self._check_size(body)
@@ -71,10 +76,7 @@ class BodyParser:
             raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from error
         if not isinstance(fields, dict):
             raise ApiError(400, "the body is not a JSON object", "invalid_json")
-        try:
-            return schema.model_validate(fields)
-        except ValidationError as error:
-            raise validation_error(error) from error
+        return fields
 
     def _check_size(self, body: bytes) -> None:
         outside = self._outside_strings(body)
@@ -103,6 +105,14 @@ class BodyParser:
             elif not part.endswith(b"\\") or (len(part) - len(part.rstrip(b"\\"))) % 2 == 0:
                 is_inside = False  # the quotation mark after it is not escaped
         return b"".join(outside)
+
+
+def validated(fields: Mapping[str, Any], schema: type[R]) -> R:
+    """Return the request with these fields. Raises ``ApiError`` that names an invalid one."""
+    try:
+        return schema.model_validate(fields)
+    except ValidationError as error:
+        raise validation_error(error) from error
 
 
 def _fields(body: bytes) -> object:

@@ -1,5 +1,6 @@
 """``swarmnet batch``: answers the prompts of a file, and can be continued."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -79,13 +80,7 @@ def batch(  # noqa: PLR0913 - a command line, not an interface
             f"{prompts} is no plain file", hint="write the prompts into a file: they are read twice"
         )
     ids = checked_ids(read_lines(prompts, model))
-    if not ids:
-        raise ConfigError(f"there are no prompts in {prompts}")
-    with Journal.open(out) as journal:
-        if any(ids.get(custom_id) != line_id for custom_id, line_id in journal.ids.items()):
-            raise ConfigError(
-                f"{out} has answers to other prompts, or of another model", hint="give another --out"
-            )
+    with Journal.open(out, ids) as journal:
         kept, began = len(journal.ids), time.monotonic()
         if kept < len(ids):
             network = client.network(swarm)
@@ -142,4 +137,5 @@ async def _answerer(
         served = await stack.enter_async_context(BatchedModel.open(local, hosts, load, limits))
         models = ModelTable.of(served)
         stack.callback(models.close)
-        yield Gateway(models).line_answerer("")
+        gateway = Gateway(models)
+        yield gateway.line_answerer(gateway.accounts[""], asyncio.Semaphore(at_once))

@@ -391,10 +391,10 @@ async def _endpoint(
     router: "Router | None" = None,
 ) -> "AsyncIterator[tuple[Gateway, HttpEndpoint, tuple[Transport, Directory]]]":
     """Serve the endpoint while the context is open, so that this user's `swarmnet run` finds it."""
+    from swarmnet.gateway.accounts import Quota
     from swarmnet.gateway.app import Gateway, refusal
     from swarmnet.gateway.batches.endpoints import FILES, MAX_UPLOAD_BYTES
     from swarmnet.gateway.page import add_kill
-    from swarmnet.gateway.quotas import Quota
     from swarmnet.web.middleware import protect
     from swarmnet.web.server import serve_http
     from swarmnet_protocols.joining.network import connect

@@ -1,36 +1,26 @@
 """``/v1/files`` and ``/v1/batches``, as OpenAI has them.
 
 1. A caller sends a file of lines, and a batch that names the file.
-2. :meth:`BatchEndpoints.running` takes one batch after another, the keys in turn, and answers the
-   lines. The file of answers is the record of the batch, so a restarted gateway continues.
+2. The queue answers the lines (``queue.py``).
 3. The caller asks for the batch until it has ended, and reads the file ``output_file_id``.
 """
 
 import asyncio
 import email
-import os
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse
 from pydantic import Field
 
-from swarmnet.gateway.batches.answering import LineAnswerer, answer_lines
-from swarmnet.gateway.batches.journal import Journal
-from swarmnet.gateway.batches.lines import checked_ids, read_lines
-from swarmnet.gateway.batches.store import MAX_FILE_BYTES, BatchStore, StoresByKey
+from swarmnet.gateway.accounts import Accounts
+from swarmnet.gateway.batches.queue import BatchQueue
+from swarmnet.gateway.batches.store import MAX_FILE_BYTES, BatchStore
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.parsing import BodyParser
 from swarmnet.gateway.protocols.schemas import StrictModel, at_most
 from swarmnet.web.middleware import key_name
-from swarmnet_protocols.errors import ConfigError, SwarmnetError
-from swarmnet_protocols.machine.aio import in_background, persist, race
-from swarmnet_protocols.machine.files import make_private
-from swarmnet_protocols.machine.platform import lock
 
 FILES = "/v1/files"
 MAX_UPLOAD_BYTES = MAX_FILE_BYTES + (64 << 10)
@@ -39,11 +29,8 @@ MAX_PARTS = 8
 """Most parts of a form. Clients send three at most."""
 MAX_HEAD_BYTES = 4096
 """Longest headers of a part."""
-AT_ONCE = 16
-"""Lines that are answered at a time. With fewer, hosts compute small forwards. With more, a batch
-that ends early wastes more answers."""
-RETRY_S = 30.0
-"""Seconds until a batch is tried again after the swarm did not answer."""
+STATUSES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+"""The statuses after the first one. A batch has the time of each."""
 
 
 class BatchBody(StrictModel):
@@ -60,32 +47,13 @@ class BatchBody(StrictModel):
     ) = None
 
 
+@dataclass(frozen=True)
 class BatchEndpoints:
-    """The files and batches of all keys, and the batch that is being answered."""
+    """The endpoints of files and batches. ``queue`` answers the batches."""
 
-    def __init__(
-        self,
-        folder: Path,
-        answerer: Callable[[str], LineAnswerer],
-        parser: BodyParser,
-        clock: Callable[[], float],
-    ) -> None:
-        """``answerer`` returns the answerer of a key's lines."""
-        self._folder = folder
-        self._stores = StoresByKey(folder, clock)
-        self._answerer = answerer
-        self._parser = parser
-        self._clock = clock
-        self._served: Counter[str] = Counter()
-        """Batches of each key that were taken so far."""
-        self._present: dict[str, Any] | None = None
-        """The batch that is being answered."""
-        self._ended = asyncio.Event()
-        """Set when the present batch is cancelled, or its key has no room for more answers."""
-        self._news = asyncio.Event()
-        """Set when a batch is new or cancelled."""
-        self._is_ours = False
-        """Whether this process answers the batches of the folder."""
+    accounts: Accounts
+    parser: BodyParser
+    queue: BatchQueue
 
     def add_routes(self, app: FastAPI) -> None:
         for path, endpoint, method in (
@@ -101,32 +69,6 @@ class BatchEndpoints:
         ):
             app.add_api_route(path, endpoint, methods=[method], response_model=None)
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Answer batches while the context is open, unless another process has the folder. Then
-        requests about batches are refused."""
-        with self._locked() as self._is_ours:
-            if not self._is_ours:
-                yield
-                return
-            async with in_background(persist("the batches", self._answer_all)):
-                yield
-
-    @contextmanager
-    def _locked(self) -> Iterator[bool]:
-        make_private(self._folder)
-        with ExitStack() as stack:
-            descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            stack.callback(os.close, descriptor)
-            try:
-                lock(descriptor)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
-
-    # ---- endpoints ------------------------------------------------------------------------------
-
     async def add_file(self, request: Request) -> dict[str, Any]:
         store = self._store(request)
         kind = request.headers.get("content-type", "")
@@ -137,7 +79,7 @@ class BatchEndpoints:
             raise ApiError(400, "the headers of the form are invalid", "invalid_form") from error
         if purpose != "batch":
             raise ApiError(400, "the purpose of a file is batch", "invalid_value", param="purpose")
-        return await asyncio.to_thread(store.add_file, name, purpose, content)
+        return await store.add_file(name, purpose, content)
 
     async def files(self, request: Request) -> dict[str, Any]:
         return _page(request, self._store(request).objects("file"))
@@ -156,21 +98,10 @@ class BatchEndpoints:
 
     async def add_batch(self, request: Request) -> dict[str, Any]:
         store = self._store(request)
-        body = self._parser.parse(await request.body(), BatchBody)
+        body = self.parser.parse(await request.body(), BatchBody)
         store.find(body.input_file_id, "file")
-        times = dict.fromkeys(
-            f"{what}_at"
-            for what in (
-                "in_progress",
-                "finalizing",
-                "completed",
-                "failed",
-                "expired",
-                "cancelling",
-                "cancelled",
-            )
-        )
         about: dict[str, Any] = {
+            **dict.fromkeys(f"{status}_at" for status in STATUSES),
             **body.model_dump(),
             "status": "validating",
             "errors": None,
@@ -178,121 +109,27 @@ class BatchEndpoints:
             "error_file_id": None,
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
         }
-        batch = store.add_batch(times | about)
-        self._news.set()
+        batch = store.add_batch(about)
+        self.queue.start(self.accounts[key_name(request)])
         return batch
 
     async def batches(self, request: Request) -> dict[str, Any]:
         return _page(request, self._store(request).objects("batch"))
 
     async def batch(self, batch_id: str, request: Request) -> dict[str, Any]:
-        return self._known(self._store(request).find(batch_id, "batch"))
+        return self._store(request).find(batch_id, "batch")
 
     async def cancel(self, batch_id: str, request: Request) -> dict[str, Any]:
         store = self._store(request)
-        batch = self._known(store.find(batch_id, "batch"))
+        batch = store.find(batch_id, "batch")
         if batch["status"] not in {"validating", "in_progress"}:
             raise ApiError(409, f"this batch is {batch['status']}", "invalid_value")
-        self._set(store, batch, "cancelling")
-        if batch is self._present:
-            self._ended.set()
-        self._news.set()
+        store.set_status(batch, "cancelling")
+        await self.queue.cancelled.tell()
         return batch
 
-    def _known(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the present batch itself, whose counts change, in place of its copy on disk."""
-        present = self._present
-        return present if present is not None and present["id"] == batch["id"] else batch
-
     def _store(self, request: Request) -> BatchStore:
-        if not self._is_ours:
-            message = "another endpoint of this user has the batches of this model"
-            raise ApiError(503, message, "batches_elsewhere", "server_error")
-        return self._stores.of(key_name(request))
-
-    # ---- answering ------------------------------------------------------------------------------
-
-    async def _answer_all(self) -> None:
-        while True:
-            self._news.clear()
-            left = sorted(
-                self._stores.unfinished(), key=lambda each: (self._served[each[0]], each[1]["created_at"])
-            )
-            if not left:
-                await self._news.wait()
-                continue
-            key, batch = left[0]
-            self._served[key] += 1
-            self._present = batch
-            self._ended.clear()
-            try:
-                await self._answer(key, self._stores.of(key), batch)
-            except (SwarmnetError, ApiError):
-                await asyncio.sleep(RETRY_S)
-            finally:
-                self._present = None
-
-    async def _answer(self, key: str, store: BatchStore, batch: dict[str, Any]) -> None:
-        """Answer one batch to its end. Raises ``Unreachable`` if the swarm does not answer."""
-        source = store.content(batch["input_file_id"])
-        try:
-            if batch["status"] != "cancelling":
-                ids = await asyncio.to_thread(lambda: checked_ids(read_lines(source, "")))
-                batch["request_counts"]["total"] = len(ids)
-            if (output := batch["output_file_id"]) is None:
-                made = store.add_file(f"{batch['id']}_output.jsonl", "batch_output", b"")
-                output = batch["output_file_id"] = made["id"]
-        except (ApiError, ConfigError) as error:
-            code = error.code if isinstance(error, ApiError) else "invalid_line"
-            message = error.message if isinstance(error, ApiError) else str(error)
-            batch["errors"] = _errors(code, message.replace(str(source), "the file"))
-            self._set(store, batch, "failed")
-            return
-        with Journal.open(store.content(output)) as journal:
-
-            def count() -> None:
-                batch["request_counts"] |= {"completed": journal.completed, "failed": journal.failed}
-                if not store.has_room:
-                    self._ended.set()
-
-            status = "cancelled"
-            if batch["status"] != "cancelling":
-                self._set(store, batch, "in_progress")
-                work = answer_lines(read_lines(source, ""), journal, self._answerer(key), AT_ONCE, count)
-                status = await self._until_expired(work, batch)
-            count()
-        made = store.find(output, "file")
-        store.save(made | {"bytes": store.content(output).stat().st_size})
-        self._set(store, batch, status)
-
-    async def _until_expired(self, work: Awaitable[None], batch: dict[str, Any]) -> str:
-        """Await ``work``, or an earlier end of the batch. Return the batch's last status."""
-
-        async def answered() -> str:
-            await work
-            return "completed"
-
-        async def ended() -> str:
-            await self._ended.wait()
-            if batch["status"] == "cancelling":
-                return "cancelled"
-            batch["errors"] = _errors("too_many_files", "the files of this key leave no room for answers")
-            return "failed"
-
-        async def expired() -> str:
-            await asyncio.sleep(max(0.0, batch["expires_at"] - self._clock()))
-            return "expired"
-
-        return await race(answered(), ended(), expired())
-
-    def _set(self, store: BatchStore, batch: dict[str, Any], status: str) -> None:
-        batch["status"] = status
-        batch[f"{status}_at"] = batch.get(f"{status}_at") or int(self._clock())
-        store.save(batch)
-
-
-def _errors(code: str, message: str) -> dict[str, Any]:
-    return {"object": "list", "data": [{"code": code, "message": message}]}
+        return self.accounts[key_name(request)].files
 
 
 def _page(request: Request, objects: list[dict[str, Any]]) -> dict[str, Any]:

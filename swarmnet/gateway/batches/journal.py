@@ -1,6 +1,7 @@
 """The file with the answers of a batch, which is also the record of what is done.
 
-1. :meth:`Journal.open` locks the file, reads its answers, and cuts off a torn last line.
+1. :meth:`Journal.open` locks the file, reads its answers, and cuts off a torn last line. It refuses
+   answers of another batch.
 2. Each answer is appended as one whole line. A killed process loses no appended answer. A loss of
    power may cost the answers of the last second.
 """
@@ -33,15 +34,21 @@ class Journal:
         """The id of each answered line by its custom_id."""
         self.completed = 0
         self.failed = 0
+        self.bytes = 0
         self._descriptor = descriptor
         self._clock = clock
         self._synced_s = clock()
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path, clock: Callable[[], float] = time.monotonic) -> Iterator["Journal"]:
-        """Open a file of answers, which may be absent. Raises ``ConfigError`` for a file of
-        another kind, or if another process writes the file."""
+    def open(
+        cls, path: Path, ids: Mapping[str, str], clock: Callable[[], float] = time.monotonic
+    ) -> Iterator["Journal"]:
+        """Open a file of answers, which may be absent.
+
+        ``ids``: the ids of a batch's lines by their custom_ids. Raises ``ConfigError`` for a file
+        of another kind or of another batch, or if another process writes the file.
+        """
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
@@ -53,6 +60,9 @@ class Journal:
                 raise ConfigError(f"another command writes {path}") from error
             journal = cls(descriptor, clock)
             journal._read(path)
+            if any(ids.get(custom_id) != line_id for custom_id, line_id in journal.ids.items()):
+                message = f"{path} has answers to other prompts, or of another model"
+                raise ConfigError(message, hint="give another --out")
             yield journal
             journal.sync()
         finally:
@@ -62,7 +72,9 @@ class Journal:
         """Add one answer."""
         line = memoryview(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
         while line:  # a write to a nearly full disk may be a part
-            line = line[os.write(self._descriptor, line) :]
+            written = os.write(self._descriptor, line)
+            self.bytes += written
+            line = line[written:]
         self._count(answer)
 
     @property
@@ -83,14 +95,13 @@ class Journal:
     def _read(self, path: Path) -> None:
         other = ConfigError(f"{path} is not a file of answers", hint="give another --out")
         with path.open("rb") as file:
-            end = 0
             while (raw := file.readline(MAX_ANSWER_BYTES)).endswith(b"\n"):
                 try:
                     self._count(json.loads(raw))
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
                     raise other from error
-                end += len(raw)
+                self.bytes += len(raw)
             # a torn answer is cut off, but nothing of a file that somebody else wrote
             if len(raw) == MAX_ANSWER_BYTES or raw[: len(BEGIN)] != BEGIN[: len(raw)]:
                 raise other
-        os.ftruncate(self._descriptor, end)
+        os.ftruncate(self._descriptor, self.bytes)

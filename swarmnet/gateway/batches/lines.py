@@ -6,18 +6,21 @@ A line is ``{"custom_id", "method", "url", "body"}``. A plain line is a body wit
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from swarmnet.gateway.errors import ApiError
+from swarmnet.gateway.parsing import MAX_TOKENS, BodyParser
 from swarmnet.gateway.protocols.chat_completions import CHAT_COMPLETIONS
 from swarmnet.gateway.protocols.completions import COMPLETIONS
 from swarmnet_protocols.errors import ConfigError
 
-MAX_LINE_BYTES = 8 << 20
-"""Longest line. The model's context also bounds the bytes of a body."""
+ANY_MODEL = BodyParser(MAX_TOKENS)
+"""Reads lines for a model whose context is not known yet."""
 MAX_ID_CHARS = 512
 WINDOW = 4096
 """Lines that are sorted together. With more, lines share more prefixes and take more memory."""
@@ -29,18 +32,12 @@ ENDPOINTS = {each.path: each for each in (CHAT_COMPLETIONS, COMPLETIONS)}
 
 @dataclass(frozen=True)
 class BatchLine:
-    """One request. ``model``: the model that answers if the body names none."""
+    """One request. ``id``: a hash of the request and its model."""
 
     custom_id: str
     url: str
     body: dict[str, Any]
-    model: str
-
-    @property
-    def id(self) -> str:
-        """A hash of the request and its model."""
-        content = json.dumps([self.custom_id, self.url, self.body, self.model], sort_keys=True)
-        return f"batch_req_{hashlib.sha256(content.encode()).hexdigest()[:24]}"
+    id: str
 
     @property
     def prefix(self) -> tuple[str, str]:
@@ -49,39 +46,39 @@ class BatchLine:
         return self.url, json.dumps(prompt)[:PREFIX_CHARS]
 
 
-def read_lines(path: Path, model: str) -> Iterator[BatchLine]:
-    """Yield the requests of a file. Raises ``ConfigError`` that names the first invalid line."""
-    for number, where, fields in json_lines(path):
+def read_lines(path: Path, model: str, parser: BodyParser = ANY_MODEL) -> Iterator[BatchLine]:
+    """Yield the requests of a file, as ``json_lines`` reads them.
+
+    ``model``: the model that answers if a line names none. Raises ``ConfigError`` that names the
+    first invalid line.
+    """
+    for number, where, fields in json_lines(path, parser):
         yield _line(fields, where, f"line-{number}", model)
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+def json_lines(path: Path, parser: BodyParser = ANY_MODEL) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield the objects of a file of JSON lines, each after its number and its place in words.
 
-    Raises ``ConfigError`` that names the first invalid line.
+    ``parser`` bounds the time and memory that a line takes. Raises ``ConfigError`` that names the
+    first invalid line.
     """
     try:
         with path.open("rb") as file:
             number = 0
-            while raw := file.readline(MAX_LINE_BYTES + 1):
+            while raw := file.readline(parser.max_bytes + 1):
                 number += 1
                 if raw.strip():
                     where = f"line {number} of {path}"
-                    yield number, where, _object(raw, where)
+                    yield number, where, _object(raw, where, parser)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check the path") from error
 
 
-def _object(raw: bytes, where: str) -> dict[str, Any]:
-    if len(raw) > MAX_LINE_BYTES:
-        raise ConfigError(f"{where} is longer than {MAX_LINE_BYTES} bytes")
+def _object(raw: bytes, where: str, parser: BodyParser) -> dict[str, Any]:
     try:
-        fields = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where} is not a JSON object")
-    return fields
+        return parser.fields(raw)
+    except ApiError as error:
+        raise ConfigError(f"{where}: {error.message}") from error
 
 
 def _line(fields: dict[str, Any], where: str, usual_id: str, model: str) -> BatchLine:
@@ -98,17 +95,22 @@ def _line(fields: dict[str, Any], where: str, usual_id: str, model: str) -> Batc
         raise ConfigError(
             f"{where} has no prompt", hint='a line is {"prompt": TEXT}, {"messages": [...]}, or OpenAI\'s'
         )
-    return BatchLine(custom_id, url, body, model)
+    content = json.dumps([custom_id, url, body, model], sort_keys=True).encode()
+    return BatchLine(custom_id, url, body, f"batch_req_{hashlib.sha256(content).hexdigest()[:24]}")
 
 
-def checked_ids(lines: Iterable[BatchLine]) -> dict[str, str]:
+def checked_ids(lines: Iterable[BatchLine], most: int = sys.maxsize) -> dict[str, str]:
     """Return the id of each line by its custom_id. Raises ``ConfigError`` if two lines share a
-    custom_id."""
+    custom_id, if there are none, or more than ``most``."""
     ids: dict[str, str] = {}
     for line in lines:
         if line.custom_id in ids:
             raise ConfigError(f"two lines have the custom_id {line.custom_id[:64]!r}")
         ids[line.custom_id] = line.id
+        if len(ids) > most:
+            raise ConfigError(f"a batch has at most {most} lines")
+    if not ids:
+        raise ConfigError("there are no prompts in the file")
     return ids
 
 

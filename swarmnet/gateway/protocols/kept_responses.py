@@ -5,7 +5,7 @@ turn computes its own tokens only.
 """
 
 import json
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,10 +68,3 @@ class KeptResponses:
         ):
             _, oldest = self._kept.popitem(last=False)
             self._chars -= oldest.chars
-
-
-class ResponsesByKey(defaultdict[str, KeptResponses]):
-    """The kept responses of all keys. A key sees no responses of another key."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(lambda: KeptResponses(clock))

@@ -8,12 +8,17 @@ from typing import Any
 import openai
 import pytest
 
-from swarmnet.gateway.batches import store
+from swarmnet.gateway import accounts, parsing
+from swarmnet.gateway.accounts import Account, Accounts, Quota
+from swarmnet.gateway.batches import queue, store
 from swarmnet.gateway.batches.journal import Journal
 from swarmnet.gateway.batches.lines import checked_ids, read_lines, windows_by_prefix
-from swarmnet.gateway.batches.store import BatchStore, StoresByKey
+from swarmnet.gateway.batches.store import BatchStore
+from swarmnet.gateway.errors import ApiError
+from swarmnet.gateway.parsing import BodyParser
+from swarmnet.gateway.protocols.kept_responses import KeptResponses
 from swarmnet_protocols.errors import ConfigError
-from tests.defences import Patch, defence, replacing
+from tests.defences import Patch, defence, nothing, replacing
 from tests.support.swarm.gateway import COMMON, Caller, refused, served
 from tests.support.swarm.swarm_lab import Lab, Reference
 
@@ -34,6 +39,9 @@ def _lines(*prompts: str, **fields: Any) -> bytes:
         for n, prompt in enumerate(prompts)
     ]
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+IDS = {"a": "x"}
 
 
 async def _begin(client: Any, content: bytes) -> Any:
@@ -82,7 +90,7 @@ def test_openais_client_runs_a_batch(tiny: Reference, tmp_path: Path) -> None:
 
 @defence(
     "a key sees no files and batches of other keys",
-    off=lambda patch: patch.setattr(StoresByKey, "of", lambda self, _: BatchStore(self._folder, self._clock)),
+    off=replacing(Accounts, "__missing__", lambda self, _: self.get("") or self._add("")),
 )
 def test_a_key_sees_no_batch_of_another(tiny: Reference, tmp_path: Path) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
@@ -157,12 +165,33 @@ def test_a_form_without_a_file_for_batches_is_refused(tiny: Reference, tmp_path:
     assert served(tiny, scenario, batches=tmp_path) == [code for *_, code in BAD_FORMS]
 
 
-def test_a_batch_without_room_for_answers_fails(tiny: Reference, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(store, "MAX_FILES", 1)
+LIMITS = {"MAX_FILES": 3, "MAX_KEY_BYTES": 6, "MAX_BATCHES": 3, "MAX_UNFINISHED": 3}
+USUAL = {name: getattr(store, name) for name in LIMITS}
+
+
+def _unlimited(patch: Patch) -> None:
+    for name in LIMITS:
+        patch.setattr(store, name, 10**9)
+    patch.setattr(queue, "MAX_LINES", 10**9)
+
+
+ENDS = {
+    "MAX_FILES": (1, "too_many_files"),
+    "MAX_KEY_BYTES": (400, "too_many_files"),
+    "MAX_LINES": (1, "invalid_line"),
+}
+
+
+@defence("{name} ends a batch", off=_unlimited, cases=[{"name": name} for name in ENDS])
+@pytest.mark.parametrize("name", ENDS)
+def test_a_batch_beyond_a_limit_fails(name: str, tiny: Reference, tmp_path: Path, monkeypatch: Patch) -> None:
+    where, (most, code) = queue if name == "MAX_LINES" else store, ENDS[name]
+    if getattr(where, name) != 10**9:
+        monkeypatch.setattr(where, name, most)
 
     async def scenario(_lab: Lab, caller: Caller) -> Any:
         client = _client(caller, "-")
-        batch = await _ended(client, await _begin(client, _lines("w5")))
+        batch = await _ended(client, await _begin(client, _lines("w5", "w6")))
         with pytest.raises(openai.BadRequestError, match="metadata"):
             await client.batches.create(
                 input_file_id=batch.input_file_id,
@@ -173,34 +202,110 @@ def test_a_batch_without_room_for_answers_fails(tiny: Reference, tmp_path: Path,
         return batch
 
     batch = served(tiny, scenario, batches=tmp_path)
-    assert (batch.status, batch.errors.data[0].code) == ("failed", "too_many_files")
+    assert (batch.status, batch.errors.data[0].code if batch.errors else None) == ("failed", code)
 
 
-@defence("files of a key are bounded", off=replacing(store, "MAX_FILES", 10**6))
-def test_files_of_a_key_are_bounded_and_forgotten_with_age(tmp_path: Path, monkeypatch: Patch) -> None:
+@defence("{name} bounds what a key stores", off=_unlimited, cases=[{"name": name} for name in LIMITS])
+@pytest.mark.parametrize("name", LIMITS)
+def test_files_and_batches_of_a_key_are_bounded(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     now = [1000.0]
-    files = BatchStore(tmp_path, lambda: now[0])
-    if store.MAX_FILES < 10**6:
-        monkeypatch.setattr(store, "MAX_FILES", 3)
-    for _ in range(3):
-        files.add_file("a", "batch", b"{}")
-    with pytest.raises(Exception, match="delete some"):
-        files.add_file("a", "batch", b"{}")
+    files = BatchStore(tmp_path, "alice", lambda: now[0])
+    if getattr(store, name) == USUAL[name]:
+        monkeypatch.setattr(store, name, LIMITS[name])
+
+    async def fill() -> None:
+        for _ in range(4):
+            if name in ("MAX_FILES", "MAX_KEY_BYTES"):
+                await files.add_file("a", "batch", b"{}")
+            else:
+                files.add_batch({"status": "completed" if name == "MAX_BATCHES" else "validating"})
+
+    with pytest.raises(ApiError):
+        asyncio.run(fill())
+    kind = "file" if (tmp_path / "key").exists() else "batch"
+    (tmp_path / "file-torn.jsonl").write_text("the object of this file was never written")
+    again = BatchStore(tmp_path, "alice", lambda: now[0])
+    assert len(again.objects(kind)) == 3
+    assert again.objects(kind) == files.objects(kind)
     now[0] += store.KEPT_S
-    assert files.objects("file") == []
-    assert list(tmp_path.iterdir()) == []
+    assert again.objects(kind) == []
+    assert {path.name for path in tmp_path.iterdir()} <= {"key"}
+
+
+@defence(
+    "the containers of a line are counted before it is parsed",
+    off=replacing(parsing, "MAX_CONTAINERS", 10**9),
+    why="objects and lists",
+)
+@defence("a line has a longest length", off=replacing(BodyParser, "max_bytes", 1 << 30), why="longer than")
+@pytest.mark.parametrize(
+    ("why", "begin", "each", "end", "times"),
+    [
+        ("objects and lists", b'{"prompt": "a", "x": [', b"{},", b"{}]}", 1 << 15),
+        ("longer than", b'{"prompt": "', b"aa", b'"}', 1 << 22),
+    ],
+)
+def test_a_huge_line_is_refused_before_it_is_parsed(
+    why: str, begin: bytes, each: bytes, end: bytes, times: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n' + begin + each * times + end)
+    with pytest.raises(ConfigError, match=f"line 2 .*{why}"):
+        checked_ids(read_lines(path, ""))
+
+
+@defence("batches wait for the quota of their key", off=replacing(Account, "_refusal", nothing))
+@defence("batches leave quota to other requests", off=replacing(accounts, "BATCHES_LEAVE", 1e-9))
+def test_a_batch_waits_for_the_quota_and_leaves_some_of_it(tiny: Reference, tmp_path: Path) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        clock = asyncio.get_running_loop().time
+        alice, bob, began = _client(caller), _client(caller, "bobs-secret"), clock()
+        batch = await _begin(alice, _lines(*(f"w{n}" for n in range(5, 13))))
+        other = await _ended(bob, await _begin(bob, _lines("w5")))
+        assert other.request_counts.completed == 1, "a key that waits keeps no other key waiting"
+        asked = {**COMMON, "prompt": "w5", "max_tokens": 1}
+        assert (await caller.post(COMPLETIONS, asked, "alices-key")).status_code == 200
+        batch = await _ended(alice, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 8)
+        assert clock() - began > 60, "two lines at once, then one in 15 s"
+
+    served(tiny, scenario, keys=KEYS, batches=tmp_path, quota=Quota(requests_per_minute=4))
+
+
+def test_a_batch_takes_no_place_from_other_requests_of_its_key() -> None:
+    async def main() -> None:
+        account = Account("alice", Quota(concurrent=1), KeptResponses(lambda: 0.0), None)
+        began = asyncio.Event()
+
+        async def line() -> None:
+            async with account.admitted_later(1):
+                began.set()
+
+        async with account.admitted_later(1):
+            with account.admitted(1):
+                later = asyncio.create_task(line())
+                with pytest.raises(ApiError, match="at a time"), account.admitted(1):
+                    pytest.fail("the quota has one place")
+            await asyncio.sleep(0)
+            assert not began.is_set()
+        await later
+        with pytest.raises(ApiError, match="choices at once"):
+            async with account.admitted_later(2):
+                pytest.fail("the line is larger than the quota")
+
+    asyncio.run(main())
 
 
 def test_a_torn_last_line_of_answers_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     answer = {"id": "x", "custom_id": "a", "response": {"status_code": 200}}
-    with Journal.open(path) as journal:
+    with Journal.open(path, IDS) as journal:
         journal.append(answer)
-        with pytest.raises(ConfigError), Journal.open(path):
+        with pytest.raises(ConfigError), Journal.open(path, IDS):
             pytest.fail("two processes write one file")
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:-5])
-    with Journal.open(path) as journal:
+    with Journal.open(path, IDS) as journal:
         assert (journal.ids, journal.completed) == ({"a": "x"}, 1)
         assert path.read_bytes() == whole
 
@@ -208,7 +313,7 @@ def test_a_torn_last_line_of_answers_is_cut_off(tmp_path: Path) -> None:
 def test_a_file_that_is_no_journal_keeps_its_content(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one line without an end"}')
-    with pytest.raises(ConfigError, match="not a file of answers"), Journal.open(path):
+    with pytest.raises(ConfigError, match="not a file of answers"), Journal.open(path, IDS):
         pytest.fail("somebody's file became a journal")
     assert "one line" in path.read_text()
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from swarmnet.gateway.accounts import Account, Quota
 from swarmnet.gateway.generation.tokenization import PIECE_CHARS, PromptTokenizer
-from swarmnet.gateway.quotas import Quota, QuotaTracker
 from swarmnet_client.batching.continuous_batching import BatchLimits
 from swarmnet_client.batching.sequences import SequenceGroup
 from tests.defences import defence, nothing, replacing
@@ -78,7 +78,7 @@ QUOTAS = {
 }
 
 
-@defence("keys have a quota", off=replacing(QuotaTracker, "admit", nothing), name="requests")
+@defence("keys have a quota", off=replacing(Account, "_refusal", nothing), name="requests")
 @pytest.mark.parametrize("name", QUOTAS)
 def test_a_quota_limits_its_key_only(tiny: Reference, name: str) -> None:
     quota, code, wait_s = QUOTAS[name]
@@ -197,7 +197,7 @@ def test_each_protocol_hears_refusals_in_its_own_shape(tiny: Reference) -> None:
     assert [body["error"]["code"] for body in bodies[4:]] == ["invalid_api_key", "body_too_large"]
 
 
-@defence("a quota is checked before the body is read", off=replacing(QuotaTracker, "check", nothing))
+@defence("a quota is checked before the body is read", off=replacing(Account, "check", nothing))
 def test_a_key_beyond_its_quota_is_refused_before_its_body_is_read(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         assert (await caller.complete(max_tokens=1)).status_code == 200
@@ -207,7 +207,7 @@ def test_a_key_beyond_its_quota_is_refused_before_its_body_is_read(tiny: Referen
     served(tiny, scenario, quota=Quota(requests_per_minute=1))
 
 
-@defence("invalid requests count in the quota", off=replacing(QuotaTracker, "count_invalid", nothing))
+@defence("invalid requests count in the quota", off=replacing(Account, "count_invalid", nothing))
 def test_invalid_requests_count_in_the_quota(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> list[int]:
         answers = [await caller.complete(nothing=1), await caller.post("/tokenize", [])]

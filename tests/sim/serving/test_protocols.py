@@ -13,10 +13,11 @@ import openai
 import pytest
 import torch
 
+from swarmnet.gateway.accounts import Accounts
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.generation.requests import ChatMessage
 from swarmnet.gateway.protocols import kept_responses, messages
-from swarmnet.gateway.protocols.kept_responses import KEPT_S, ResponsesByKey
+from swarmnet.gateway.protocols.kept_responses import KEPT_S
 from tests.defences import defence, replacing
 from tests.support.models.rounding import TINY_TERMS, assert_near
 from tests.support.swarm.gateway import Caller, completion_body, continued, refused, served, words
@@ -184,7 +185,7 @@ def test_responses_continue_a_kept_conversation(tiny: Reference) -> None:
 
 @defence(
     "a key continues no conversation of another key",
-    off=replacing(ResponsesByKey, "__missing__", lambda self, _: self.setdefault("", self.default_factory())),
+    off=replacing(Accounts, "__missing__", lambda self, _: self.get("") or self._add("")),
 )
 def test_a_key_does_not_continue_the_conversation_of_another(tiny: Reference) -> None:
     async def work(caller: Caller) -> Any:

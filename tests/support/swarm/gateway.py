@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 
+from swarmnet.gateway.accounts import Quota
 from swarmnet.gateway.app import Gateway, refusal
 from swarmnet.gateway.batches.endpoints import FILES, MAX_UPLOAD_BYTES
 from swarmnet.gateway.models import ModelTable
-from swarmnet.gateway.quotas import Quota
 from swarmnet.gateway.routing.router import Router
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
 from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
