@@ -221,7 +221,7 @@ class Account:
             self._released.set()
 
 
-class Accounts(dict[str, Account]):
+class KeyAccounts(dict[str, Account]):
     """The accounts of all keys by their names. There are as many as the gateway was given keys."""
 
     def __init__(self, quota: Quota, clock: Callable[[], float]) -> None:

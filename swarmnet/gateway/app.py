@@ -27,7 +27,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from swarmnet.gateway.accounts import Account, Accounts, Quota, RunningRequest
+from swarmnet.gateway.accounts import Account, KeyAccounts, Quota, RunningRequest
 from swarmnet.gateway.batches.answering import LineAnswerer
 from swarmnet.gateway.batches.endpoints import BatchEndpoints
 from swarmnet.gateway.batches.queue import AT_ONCE, BatchQueue
@@ -101,7 +101,7 @@ class Gateway:
 
     def __post_init__(self) -> None:
         self.parser = BodyParser(self.models.max_context)
-        self.accounts = Accounts(self.quota, self.clock)
+        self.accounts = KeyAccounts(self.quota, self.clock)
         self._created = int(self.clock())
         self._batches = None
         if self.batches_dir is not None:

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse
 from pydantic import Field
 
-from swarmnet.gateway.accounts import Accounts
+from swarmnet.gateway.accounts import KeyAccounts
 from swarmnet.gateway.batches.queue import BatchQueue
 from swarmnet.gateway.batches.store import MAX_FILE_BYTES, BatchStore
 from swarmnet.gateway.errors import ApiError
@@ -51,7 +51,7 @@ class BatchBody(StrictModel):
 class BatchEndpoints:
     """The endpoints of files and batches. ``queue`` answers the batches."""
 
-    accounts: Accounts
+    accounts: KeyAccounts
     parser: BodyParser
     queue: BatchQueue
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swarmnet.gateway.accounts import Account, Accounts
+from swarmnet.gateway.accounts import Account, KeyAccounts
 from swarmnet.gateway.batches.answering import LineAnswerer, answer_lines
 from swarmnet.gateway.batches.journal import Journal
 from swarmnet.gateway.batches.lines import checked_ids, read_lines
@@ -41,7 +41,7 @@ class BatchQueue:
     """
 
     folder: Path
-    accounts: Accounts
+    accounts: KeyAccounts
     answerer: Callable[[Account], LineAnswerer]
     parser: BodyParser
     clock: Callable[[], float]

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from swarmnet.gateway import accounts, parsing
-from swarmnet.gateway.accounts import Account, Accounts, Quota
+from swarmnet.gateway.accounts import Account, KeyAccounts, Quota
 from swarmnet.gateway.batches import queue, store
 from swarmnet.gateway.batches.journal import Journal
 from swarmnet.gateway.batches.lines import checked_ids, read_lines, windows_by_prefix
@@ -90,7 +90,7 @@ def test_openais_client_runs_a_batch(tiny: Reference, tmp_path: Path) -> None:
 
 @defence(
     "a key sees no files and batches of other keys",
-    off=replacing(Accounts, "__missing__", lambda self, _: self.get("") or self._add("")),
+    off=replacing(KeyAccounts, "__missing__", lambda self, _: self.get("") or self._add("")),
 )
 def test_a_key_sees_no_batch_of_another(tiny: Reference, tmp_path: Path) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:

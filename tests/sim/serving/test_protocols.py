@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 
-from swarmnet.gateway.accounts import Accounts
+from swarmnet.gateway.accounts import KeyAccounts
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.generation.requests import ChatMessage
 from swarmnet.gateway.protocols import kept_responses, messages
@@ -185,7 +185,7 @@ def test_responses_continue_a_kept_conversation(tiny: Reference) -> None:
 
 @defence(
     "a key continues no conversation of another key",
-    off=replacing(Accounts, "__missing__", lambda self, _: self.get("") or self._add("")),
+    off=replacing(KeyAccounts, "__missing__", lambda self, _: self.get("") or self._add("")),
 )
 def test_a_key_does_not_continue_the_conversation_of_another(tiny: Reference) -> None:
     async def work(caller: Caller) -> Any:

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from swarmnet.gateway.accounts import Accounts
+from swarmnet.gateway.accounts import KeyAccounts
 from tests.defences import defence, replacing
 from tests.support.swarm.gateway import Caller, completion_body, refused, served
 from tests.support.swarm.swarm_lab import Lab, Reference
@@ -34,7 +34,7 @@ def test_usage_counts_requests_tokens_and_trips_of_a_key(tiny: Reference) -> Non
 
 @defence(
     "a key sees and cancels no requests of other keys",
-    off=replacing(Accounts, "__missing__", lambda self, _: self.get("") or self._add("")),
+    off=replacing(KeyAccounts, "__missing__", lambda self, _: self.get("") or self._add("")),
 )
 def test_only_the_key_of_a_running_request_cancels_it(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
