@@ -2,6 +2,7 @@
 and their loss against five equal workers.
 
     python -m tests.bench.unequal [--methods diloco streaming sparseloco noloco] [--rounds 12] [--cpu 0.3]
+                                  [--steps 20] [--alone RATE RATE RATE] [--no-loss]
 
 Each worker may use a share of one core: ``--cpu``, a quarter, or a tenth of it. The kernel limits it
 by a cgroup, so this needs root and the cpu controller of cgroup v1, and an idle machine with two
@@ -21,13 +22,14 @@ from typing import Any
 
 import psutil
 
-from tests.sim.training.test_pace import METHODS, STEP_S, settings
+from tests.sim.training.test_pace import METHODS, STEP_S, STEPS, settings
 from tests.support.processes.worker_processes import WorkerProcess, create_job, workers
 from tests.support.training.workers import copy_sources, write_job
 
 CGROUPS = Path("/sys/fs/cgroup/cpu")
 PERIOD_US = 100_000
-STEPS = 20
+SHARES = 1 << 18
+"""A worker gives way to other programs, which would change its share of a core."""
 TIMEOUT_S = 900.0
 MODEL = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "max_position_embeddings": 64}
 DATA = {"sequence_length": 64, "batch_size": 16}
@@ -43,6 +45,7 @@ def limited(worker: WorkerProcess, share: float) -> Iterator[None]:
     try:
         (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
         (group / "cpu.cfs_quota_us").write_text(str(round(PERIOD_US * share)))
+        (group / "cpu.shares").write_text(str(SHARES))
         members = worker.family
         for member in members:
             (group / "cgroup.procs").write_text(str(member.pid))
@@ -53,9 +56,7 @@ def limited(worker: WorkerProcess, share: float) -> Iterator[None]:
         group.rmdir()
 
 
-def trained(
-    folder: Path, method: str, shares: dict[str, float], rounds: int, steps: int = STEPS
-) -> dict[str, Any]:
+def trained(folder: Path, method: str, shares: dict[str, float], rounds: int, steps: int) -> dict[str, Any]:
     """Train until a worker has ended so many rounds after the first two."""
     folder.mkdir()
     copy_sources(folder)
@@ -96,31 +97,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=STEPS, help="inner steps of the fastest in a round")
+    parser.add_argument("--alone", type=float, nargs=3, help="tokens/s of 1, 1/4 and 1/10, of an earlier run")
+    parser.add_argument("--loss", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--cpu", type=float, default=0.3)
     given = parser.parse_args()
     unequal = {name: given.cpu / slower for name, slower in STEP_S.items()}
     fewer = sum(1 / slower for slower in STEP_S.values()) / len(STEP_S)
     with tempfile.TemporaryDirectory() as place:
-        alone = {
-            share: trained(Path(place, f"alone-{name}"), "diloco", {"anna": share}, 3, steps)["tokens_per_s"]
-            for name, share, steps in (
-                (name, unequal[name], math.ceil(STEPS / STEP_S[name])) for name in ("anna", "dora", "emil")
-            )
-        }
+        alone = given.alone or [
+            trained(Path(place, f"alone-{name}"), "diloco", {"anna": unequal[name]}, 3, steps)["tokens_per_s"]
+            for name, steps in ((name, math.ceil(STEPS / STEP_S[name])) for name in ("anna", "dora", "emil"))
+        ]
         for method in given.methods:
-            found = trained(Path(place, f"{method}-unequal"), method, unequal, given.rounds)
-            rounds = round(fewer * (given.rounds + 2)) - 2  # as many tokens
-            shares = dict.fromkeys(unequal, given.cpu / 2)
-            equal = trained(Path(place, f"{method}-equal"), method, shares, rounds)
+            found = trained(Path(place, f"{method}-unequal"), method, unequal, given.rounds, given.steps)
             line = {
                 "bench": "unequal",
                 "method": method,
-                "tokens_share": found["tokens_per_s"] / sum(alone[share] for share in unequal.values()),
+                "steps": given.steps,
+                "tokens_share": found["tokens_per_s"] / (3 * alone[0] + alone[1] + alone[2]),
                 "late": found["late"],
-                "loss_share": found["val_loss"] / equal["val_loss"],
-                "tokens": [found["tokens"], equal["tokens"]],
-                "alone_tokens_per_s": list(alone.values()),
+                "alone_tokens_per_s": alone,
             }
+            if given.loss:
+                rounds = round(fewer * (given.rounds + 2)) - 2  # as many tokens
+                shares = dict.fromkeys(unequal, given.cpu / 2)
+                equal = trained(Path(place, f"{method}-equal"), method, shares, rounds, given.steps)
+                line["loss_share"] = found["val_loss"] / equal["val_loss"]
+                line["tokens"] = [found["tokens"], equal["tokens"]]
             print(json.dumps(line), flush=True)
 
 
