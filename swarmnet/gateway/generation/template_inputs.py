@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swarmnet.gateway.generation.requests import ChatMessage, ChatPrompt, Tool
-from swarmnet.gateway.generation.tool_formats import AnswerForm, instruction
+from swarmnet.gateway.generation.tool_formats import HERMES, AnswerForm, instruction
 
 
 def template_messages(chat: ChatPrompt, form: AnswerForm) -> list[dict[str, Any]]:
@@ -70,8 +70,5 @@ def _native(message: ChatMessage) -> dict[str, Any]:
 def _plain(message: ChatMessage) -> dict[str, Any]:
     if message.role == "tool":
         return {"role": "user", "content": f"Result of {message.name or message.call_id}:\n{message.text}"}
-    calls = "".join(
-        f'\n<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
-        for call in message.calls
-    )
+    calls = "".join("\n" + HERMES.written(call.name, call.arguments) for call in message.calls)
     return {"role": message.role, "content": (message.text + calls).strip() if calls else message.text}

@@ -1,8 +1,8 @@
 """How families of models write thoughts and calls of tools, recognised by their chat template.
 
-A call is written as ``begin`` NAME ``middle`` ARGUMENTS ``end``. The grammar of an answer
-(``answer_grammars.py``) fixes this form to the letter, so the reader (``answer_reader.py``) meets
-nothing else. Formats follow the templates that the publishers of the models give.
+The grammar of an answer (``answer_grammars.py``) fixes the form of a call to the letter, so the
+reader (``answer_reader.py``) meets nothing else. Formats follow the templates that the publishers
+of the models give.
 """
 
 from dataclasses import dataclass, replace
@@ -14,85 +14,77 @@ class ToolFormat:
     """One family's way to write calls.
 
     - ``marker``: the text that turns an answer into calls; empty if calls begin the answer.
-    - ``begin``: the text before each name. The first call has ``marker`` and ``first`` before it.
-    - ``separator``, ``close``: texts between calls, and after the last one.
+    - ``call``: the text of a call, with ``NAME`` and ``ARGUMENTS`` in their places.
+    - ``separator``: the text between two calls.
+    - ``first``, ``close``: the texts before the first call and after the last one.
     - ``arguments``: one JSON object; a tagged value for each argument; or as in a call in Python.
     - ``tags``: the texts before a name, between name and value, and after a value.
     - ``most``: calls of one answer.
     """
 
-    marker: str = "<tool_call>"
+    marker: str
+    call: str
+    separator: str = ""
     first: str = ""
-    begin: str = '\n{"name": "'
-    middle: str = '", "arguments": '
-    end: str = "}\n</tool_call>"
-    separator: str = "\n<tool_call>"
     close: str = ""
     arguments: Literal["json", "tags", "python"] = "json"
     tags: tuple[str, str, str] = ("", "", "")
     most: int = 8
     id_chars: int = 24
 
+    @property
+    def begin(self) -> str:
+        return self.call.partition("NAME")[0]
 
-HERMES = ToolFormat()
+    @property
+    def middle(self) -> str:
+        return self.call.partition("NAME")[2].partition("ARGUMENTS")[0]
+
+    @property
+    def end(self) -> str:
+        return self.call.partition("ARGUMENTS")[2]
+
+    def written(self, name: str, arguments: str) -> str:
+        """Return an answer that is one call."""
+        return self.marker + self.first + self.begin + name + self.middle + arguments + self.end
+
+
+HERMES = ToolFormat(
+    "<tool_call>", '\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', "\n<tool_call>"
+)
 """Hermes, Qwen 2.5 and 3, SmolLM3, and the instruction for templates without tools."""
-QWEN_CODER = ToolFormat(
-    begin="\n<function=",
-    middle=">\n",
-    end="</function>\n</tool_call>",
+QWEN_CODER = replace(
+    HERMES,
+    call="\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
     arguments="tags",
     tags=("<parameter=", ">\n", "\n</parameter>\n"),
 )
-GLM = ToolFormat(
-    begin="",
-    middle="\n",
-    end="</tool_call>",
+GLM = replace(
+    HERMES,
+    call="NAME\nARGUMENTS</tool_call>",
     arguments="tags",
     tags=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
 )
-LLAMA_JSON = ToolFormat(
-    marker="", begin='{"name": "', middle='", "parameters": ', end="}", separator="", most=1
-)
-PYTHONIC = ToolFormat(
-    marker="", first="[", begin="", middle="(", end=")", separator=", ", close="]", arguments="python"
-)
+LLAMA_JSON = ToolFormat("", '{"name": "NAME", "parameters": ARGUMENTS}', most=1)
+PYTHONIC = ToolFormat("", "NAME(ARGUMENTS)", ", ", "[", "]", arguments="python")
 MISTRAL_LIST = ToolFormat(
-    marker="[TOOL_CALLS]",
-    first="[",
-    begin='{"name": "',
-    middle='", "arguments": ',
-    end="}",
-    separator=", ",
-    close="]",
-    id_chars=9,
+    "[TOOL_CALLS]", '{"name": "NAME", "arguments": ARGUMENTS}', ", ", "[", "]", id_chars=9
 )
 """Mistral up to its tokenizer v7. Its templates take ids of nine letters and digits."""
-MISTRAL_ARGS = ToolFormat(
-    marker="[TOOL_CALLS]", begin="", middle="[ARGS]", end="", separator="[TOOL_CALLS]", id_chars=9
-)
+MISTRAL_ARGS = ToolFormat("[TOOL_CALLS]", "NAME[ARGS]ARGUMENTS", "[TOOL_CALLS]", id_chars=9)
 DEEPSEEK = ToolFormat(
-    marker="<｜tool▁calls▁begin｜>",
-    begin="<｜tool▁call▁begin｜>",
-    middle="<｜tool▁sep｜>",
-    end="<｜tool▁call▁end｜>",
-    separator="",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
     close="<｜tool▁calls▁end｜>",
 )
 """From DeepSeek V3.1 on."""
 DEEPSEEK_FENCED = replace(
     DEEPSEEK,
-    begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-    middle="\n```json\n",
-    end="\n```<｜tool▁call▁end｜>",
+    call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
     separator="\n",
 )
 HARMONY = ToolFormat(
-    marker="<|channel|>commentary",
-    begin=" to=functions.",
-    middle=" <|constrain|>json<|message|>",
-    end="<|call|>",
-    separator="",
-    most=1,
+    "<|channel|>commentary", " to=functions.NAME <|constrain|>json<|message|>ARGUMENTS<|call|>", most=1
 )
 
 
@@ -114,10 +106,8 @@ class AnswerForm:
     def marks(self) -> tuple[str, ...]:
         """All texts that may contain special tokens."""
         tools = self.tools
-        return (
-            *(tools.marker, tools.first, tools.begin, tools.middle, tools.end, tools.separator, tools.close),
-            *(*tools.tags, *self.think, self.text_open),
-        )
+        around = tools.begin, tools.middle, tools.end, tools.separator, tools.close
+        return tools.marker, tools.first, *around, *tools.tags, *self.think, self.text_open
 
 
 HARMONY_FORM = AnswerForm(
@@ -159,5 +149,5 @@ def instruction(tools: str) -> str:
         "You can call these functions:\n"
         f"<tools>\n{tools}\n</tools>\n"
         "To call one, write its name and arguments as JSON between tags:\n"
-        '<tool_call>\n{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}\n</tool_call>'
+        + HERMES.written("NAME", '{"ARGUMENT": "VALUE"}')
     )
