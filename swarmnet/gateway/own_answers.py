@@ -35,6 +35,7 @@ from swarmnet.gateway.protocols.schemas import (
     StrictModel,
     Tokens,
     TopK,
+    TopP,
     at_most,
 )
 from swarmnet_client.batching import answers
@@ -55,7 +56,7 @@ class OwnRequest(StrictModel):
     messages: Messages | None = None
     max_new_tokens: int = Field(ge=1)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_p: TopP = None
     seed: int | None = Field(None, ge=0)
     top_k: TopK = 0
     min_p: MinP = 0.0

@@ -59,6 +59,17 @@ class Sampling:
         """Whether the choice depends on how often tokens are in the answer."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
+    def given(
+        self, temperature: float | None, top_p: float | None, seed: int | None = None, **others: Any
+    ) -> "Sampling":
+        """Return the sampling of a caller. None stands for the value here, or a random seed."""
+        return Sampling(
+            self.temperature if temperature is None else temperature,
+            self.top_p if top_p is None else top_p,
+            randbits(63) if seed is None else seed,
+            **others,
+        )
+
 
 USUAL_SAMPLING = Sampling(temperature=0.7, top_p=0.95)
 """For models whose files state nothing. Small models ramble at higher temperatures."""
@@ -87,10 +98,10 @@ class WantedSampling(Protocol):
 
 def sampling_of(wanted: WantedSampling, usual: Sampling, tokenizer: Any) -> Sampling:
     """Return how tokens are chosen: as ``wanted`` says, or else as ``usual``."""
-    return Sampling(
-        usual.temperature if wanted.temperature is None else wanted.temperature,
-        usual.top_p if wanted.top_p is None else wanted.top_p,
-        randbits(63) if wanted.seed is None else wanted.seed,
+    return usual.given(
+        wanted.temperature,
+        wanted.top_p,
+        wanted.seed,
         biases=tuple(wanted.biases),
         top_k=max(0, wanted.top_k),
         min_p=wanted.min_p,

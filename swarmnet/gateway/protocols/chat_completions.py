@@ -51,9 +51,8 @@ class ChatBody(GenerationBody):
         return GenerationRequest(
             prompt=chat,
             param="messages",
-            sampling=self.sampling(usual, self.top_logprobs if self.logprobs else None),
             max_tokens=self.max_completion_tokens or self.max_tokens,
-            **self.options(),
+            **self.options(usual, self.top_logprobs if self.logprobs else None),
         )
 
     def _tool_choice(self) -> ToolChoice:

@@ -35,17 +35,15 @@ class CompletionBody(GenerationBody):
     """Whether a choice begins with its prompt. With ``logprobs``, its tokens have some, too."""
 
     def request(self, usual: Sampling) -> GenerationRequest:
-        sampling = self.sampling(usual, self.logprobs)
         if self.max_tokens == 0 and not self.echo:
             message = "max_tokens must be at least 1, unless echo is true"
             raise ApiError(400, message, "invalid_value", param="max_tokens")
         return GenerationRequest(
             prompt=tuple(self.prompt),
             param="prompt",
-            sampling=sampling,
             max_tokens=self.max_tokens,
             echo=self.echo,
-            **self.options(),
+            **self.options(usual, self.logprobs),
         )
 
 

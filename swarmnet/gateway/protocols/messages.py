@@ -23,9 +23,7 @@ from swarmnet.gateway.generation.requests import (
     ChatMessage,
     ChatPrompt,
     GenerationRequest,
-    OutputFormat,
     Reasoning,
-    Tool,
     ToolCall,
     ToolChoice,
 )
@@ -34,11 +32,13 @@ from swarmnet.gateway.protocols.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_STOPS,
-    MAX_TOOLS,
-    NO_ARGUMENTS,
+    AgentFormat,
+    AgentTools,
     OpenModel,
     Stop,
     StrictModel,
+    Temperature,
+    TopP,
     as_parts,
     at_most,
     merged,
@@ -114,13 +114,6 @@ class AnthropicMessage(OpenModel):
             yield ChatMessage(role, "\n".join(texts), "\n".join(thoughts), tuple(calls))
 
 
-class AnthropicTool(OpenModel):
-    name: str
-    description: str = ""
-    type: str = "custom"
-    input_schema: dict[str, Any] = Field(NO_ARGUMENTS)
-
-
 class AnthropicToolChoice(OpenModel):
     type: Literal["auto", "any", "tool", "none"] = "auto"
     name: str = ""
@@ -132,13 +125,9 @@ class Thinking(OpenModel):
     budget_tokens: int | None = Field(None, ge=1)
 
 
-class OutputForm(OpenModel):
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-
-
 class OutputConfig(OpenModel):
     effort: str = ""
-    format: OutputForm | None = None
+    format: AgentFormat = AgentFormat()
 
 
 class CountBody(StrictModel):
@@ -150,10 +139,10 @@ class CountBody(StrictModel):
     model: str
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES)]
     system: Blocks = Field([])
-    tools: Annotated[list[AnthropicTool], Field(fail_fast=True), at_most(MAX_TOOLS)] = Field([])
+    tools: AgentTools = Field([])
     tool_choice: AnthropicToolChoice = AnthropicToolChoice()
     thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
+    output_config: OutputConfig = OutputConfig()
 
     def chat(self) -> ChatPrompt:
         """Return the prompt without the stamp of its client."""
@@ -168,47 +157,33 @@ class CountBody(StrictModel):
         mode: Literal["none", "auto", "required"] = "required" if choice.type in ("any", "tool") else "auto"
         return ChatPrompt(
             merged([*begin, *rest]),
-            tuple(
-                Tool(tool.name, tool.description, tool.input_schema)
-                for tool in self.tools
-                if tool.type == "custom"
-            ),
+            tuple(tool.tool() for tool in self.tools),
             ToolChoice(
                 "none" if choice.type == "none" else mode, choice.name, not choice.disable_parallel_tool_use
             ),
             Reasoning("none", None)
             if thinking is not None and thinking.type == "disabled"
-            else Reasoning(
-                self.output_config.effort if self.output_config else "",
-                thinking.budget_tokens if thinking else None,
-            ),
+            else Reasoning(self.output_config.effort, thinking.budget_tokens if thinking else None),
         )
 
 
 class MessagesBody(CountBody):
     max_tokens: int = Field(ge=1)
     stream: bool = False
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    temperature: Temperature = None
+    top_p: TopP = None
     top_k: int = Field(0, ge=0, lt=1 << 31)
     stop_sequences: Annotated[list[Stop], Field(fail_fast=True), at_most(MAX_STOPS)] = Field([])
 
     def request(self, usual: Sampling) -> GenerationRequest:
-        form = self.output_config.format if self.output_config else None
-        schema = form.schema_ if form else None
         return GenerationRequest(
             model=self.model,
             prompt=self.chat(),
             param="messages",
-            sampling=Sampling(
-                usual.temperature if self.temperature is None else self.temperature,
-                usual.top_p if self.top_p is None else self.top_p,
-                secrets.randbits(63),
-                top_k=self.top_k,
-            ),
+            sampling=usual.given(self.temperature, self.top_p, top_k=self.top_k),
             max_tokens=self.max_tokens,
             stop=tuple(self.stop_sequences),
-            output=None if schema is None else OutputFormat("json_schema", schema),
+            output=self.output_config.format.output(),
             stream=self.stream,
         )
 

@@ -5,14 +5,13 @@ Ollama's options about its own memory and threads are ignored: hosts decide thes
 
 import asyncio
 import json
-import secrets
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.responses import Response
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.generation.events import (
@@ -31,7 +30,6 @@ from swarmnet.gateway.generation.requests import (
     GenerationRequest,
     OutputFormat,
     Reasoning,
-    Tool,
     ToolCall,
 )
 from swarmnet.gateway.protocols.embeddings import EmbeddingBody
@@ -44,14 +42,12 @@ from swarmnet.gateway.protocols.endpoint import (
 from swarmnet.gateway.protocols.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_STOPS,
     MAX_TOOLS,
-    NO_ARGUMENTS,
+    AgentTool,
     OpenModel,
-    Penalty,
-    Stop,
+    RepetitionPenalty,
+    SamplingBody,
     StrictModel,
-    as_list,
     at_most,
 )
 from swarmnet_client.batching.answers import Prefill
@@ -68,25 +64,15 @@ Model = Annotated[str, AfterValidator(lambda name: name.removesuffix(":latest"))
 """Ollama's clients complete a name without a tag."""
 
 
-class Options(StrictModel):
+class Options(SamplingBody):
     ignored: ClassVar[frozenset[str]] = frozenset(
         {"low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread", "numa"}
         | {"repeat_last_n", "use_mlock", "use_mmap"}
     )
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    top_k: int = Field(0, ge=0, lt=1 << 31)
-    min_p: float = Field(0, ge=0, le=1, allow_inf_nan=False)
-    repeat_penalty: float = Field(1, gt=0, le=10, allow_inf_nan=False)
+    repeat_penalty: RepetitionPenalty = 1
     """Counts all tokens of prompt and answer, whatever ``repeat_last_n`` says."""
     num_predict: int = Field(-1, ge=-2)
     """Most tokens of the answer; below 1 for no limit."""
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    stop: Annotated[list[Stop], Field(fail_fast=True), at_most(MAX_STOPS), BeforeValidator(as_list)] = Field(
-        []
-    )
 
 
 class OllamaBody(StrictModel):
@@ -105,16 +91,7 @@ class OllamaBody(StrictModel):
         schema = {"type": "object"} if self.format == "json" else self.format
         return {
             "model": self.model,
-            "sampling": Sampling(
-                usual.temperature if options.temperature is None else options.temperature,
-                usual.top_p if options.top_p is None else options.top_p,
-                secrets.randbits(63) if options.seed is None else options.seed,
-                presence_penalty=options.presence_penalty,
-                frequency_penalty=options.frequency_penalty,
-                top_k=options.top_k,
-                min_p=options.min_p,
-                repetition_penalty=options.repeat_penalty,
-            ),
+            "sampling": options.sampling(usual, repetition_penalty=options.repeat_penalty),
             "max_tokens": options.num_predict if options.num_predict > 0 else None,
             "stop": tuple(options.stop),
             "output": OutputFormat("json_schema", schema) if schema else None,
@@ -128,10 +105,7 @@ class OllamaBody(StrictModel):
         return Reasoning("" if self.think else "none")
 
 
-class OllamaFunction(OpenModel):
-    name: str
-    description: str = ""
-    parameters: dict[str, Any] = Field(NO_ARGUMENTS)
+class OllamaFunction(AgentTool):
     arguments: dict[str, Any] = Field({})
 
 
@@ -162,10 +136,9 @@ class OllamaChatBody(OllamaBody):
     tools: Annotated[list[OllamaTool], Field(fail_fast=True), at_most(MAX_TOOLS)] = Field([])
 
     def request(self, usual: Sampling) -> GenerationRequest:
-        functions = [tool.function for tool in self.tools]
         chat = ChatPrompt(
             tuple(message.message(number) for number, message in enumerate(self.messages)),
-            tuple(Tool(each.name, each.description, each.parameters) for each in functions),
+            tuple(tool.function.tool() for tool in self.tools),
             reasoning=self.reasoning,
         )
         return GenerationRequest(prompt=chat, param="messages", **self.common(usual))

@@ -21,9 +21,7 @@ from swarmnet.gateway.generation.requests import (
     ChatMessage,
     ChatPrompt,
     GenerationRequest,
-    OutputFormat,
     Reasoning,
-    Tool,
     ToolCall,
     ToolChoice,
 )
@@ -32,10 +30,12 @@ from swarmnet.gateway.protocols.kept_responses import KeptResponses
 from swarmnet.gateway.protocols.schemas import (
     MAX_MESSAGES,
     MAX_OWNER_CHARS,
-    MAX_TOOLS,
-    NO_ARGUMENTS,
+    AgentFormat,
+    AgentTools,
     OpenModel,
     StrictModel,
+    Temperature,
+    TopP,
     at_most,
     merged,
     text_of,
@@ -76,13 +76,6 @@ class Item(OpenModel):
         raise ApiError(400, message, "invalid_value", param="input")
 
 
-class ToolBody(OpenModel):
-    type: str
-    name: str = ""
-    description: str = ""
-    parameters: dict[str, Any] = Field(NO_ARGUMENTS)
-
-
 class NamedTool(OpenModel):
     type: str
     name: str = ""
@@ -92,13 +85,8 @@ class ReasoningBody(OpenModel):
     effort: str = ""
 
 
-class TextFormat(OpenModel):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
-
-
 class TextBody(OpenModel):
-    format: TextFormat = Field(default_factory=TextFormat)
+    format: AgentFormat = AgentFormat()
 
 
 def _as_items(value: Any) -> Any:
@@ -117,14 +105,14 @@ class ResponsesBody(StrictModel):
     previous_response_id: str | None = None
     stream: bool = False
     store: bool = True
-    tools: Annotated[list[ToolBody], Field(fail_fast=True), at_most(MAX_TOOLS)] = Field([])
+    tools: AgentTools = Field([])
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     reasoning: ReasoningBody = ReasoningBody()
-    text: TextBody = Field(default_factory=TextBody)
+    text: TextBody = TextBody()
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    temperature: Temperature = None
+    top_p: TopP = None
     user: str = Field("", max_length=MAX_OWNER_CHARS)
     _said: tuple[ChatMessage, ...] = PrivateAttr(())
     _answered_by: str = PrivateAttr("")
@@ -157,34 +145,19 @@ class ResponsesBody(StrictModel):
             model=self.model,
             prompt=ChatPrompt(
                 merged([*begin, *self._said]),
-                # tools that OpenAI's servers run do not exist here
-                tuple(
-                    Tool(tool.name, tool.description, tool.parameters)
-                    for tool in self.tools
-                    if tool.type == "function"
-                ),
+                tuple(tool.tool() for tool in self.tools),
                 ToolChoice(
                     "required" if isinstance(choice, NamedTool) else choice, named, self.parallel_tool_calls
                 ),
                 Reasoning(self.reasoning.effort),
             ),
             param="input",
-            sampling=Sampling(
-                usual.temperature if self.temperature is None else self.temperature,
-                usual.top_p if self.top_p is None else self.top_p,
-                secrets.randbits(63),
-            ),
+            sampling=usual.given(self.temperature, self.top_p),
             max_tokens=self.max_output_tokens,
-            output=self._output(),
+            output=self.text.format.output(),
             stream=self.stream,
             user=self.user,
         )
-
-    def _output(self) -> OutputFormat | None:
-        form = self.text.format
-        if form.type == "text":
-            return None
-        return OutputFormat("json_schema", form.schema_ if form.type == "json_schema" else {"type": "object"})
 
 
 class ResponsesWriter(AnswerWriter):

@@ -5,12 +5,19 @@ Validation of a list ends at its first invalid item, because the errors of all i
 memory than the items.
 """
 
-import secrets
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, from_json
 
 from swarmnet.gateway.errors import UNSUPPORTED, ApiError
@@ -96,6 +103,8 @@ Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]], F
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 BiasedToken = Annotated[int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Temperature = Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)]
+TopP = Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)]
 TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
 MinP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
@@ -201,27 +210,45 @@ class StreamOptions(StrictModel):
     include_obfuscation: Literal[False] = False
 
 
-class GenerationBody(StrictModel):
+class SamplingBody(StrictModel):
+    """How tokens are chosen, as OpenAI's and Ollama's clients say it."""
+
+    temperature: Temperature = None
+    top_p: TopP = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stop: Annotated[list[Stop], Field(fail_fast=True), at_most(MAX_STOPS), BeforeValidator(as_list)] = []
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    top_k: TopK = 0
+    min_p: MinP = 0
+
+    def sampling(self, usual: Sampling, **others: Any) -> Sampling:
+        """Return how tokens are chosen: as the body says, or else as usual."""
+        return usual.given(
+            self.temperature,
+            self.top_p,
+            self.seed,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            top_k=max(0, self.top_k),
+            min_p=self.min_p,
+            **others,
+        )
+
+
+class GenerationBody(SamplingBody):
     """Parameters that OpenAI's chats and completions share."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: Annotated[list[Stop], Field(fail_fast=True), at_most(MAX_STOPS), BeforeValidator(as_list)] = []
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[BiasedToken, Bias], at_most(MAX_BIASES)] = {}
     """Keyed by token id, which is a string in JSON."""
     ignore_eos: bool = False
     """vLLM's parameter: generate ``max_tokens`` tokens, past end tokens."""
     user: str = Field("", max_length=MAX_OWNER_CHARS)
     """OpenAI's id of the end user. Prompts of different users never share caches."""
-    top_k: TopK = 0
-    min_p: MinP = 0
     repetition_penalty: RepetitionPenalty = 1
     bad_words: BadWords = []
     """vLLM's parameter: texts that the answer never contains."""
@@ -233,21 +260,6 @@ class GenerationBody(StrictModel):
     guided_grammar: GrammarText | None = None
     cache_salt: str = Field("", max_length=MAX_OWNER_CHARS)
     """vLLM's parameter: prompts of different salts never share caches."""
-
-    def sampling(self, usual: Sampling, top_logprobs: int | None) -> Sampling:
-        """Return how tokens are chosen: as the body says, or else as usual."""
-        return Sampling(
-            temperature=usual.temperature if self.temperature is None else self.temperature,
-            top_p=usual.top_p if self.top_p is None else self.top_p,
-            seed=secrets.randbits(63) if self.seed is None else self.seed,
-            top_logprobs=top_logprobs,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            biases=tuple(self.logit_bias.items()),
-            top_k=max(0, self.top_k),
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-        )
 
     def output(self) -> OutputFormat | None:
         """Return the form that the answer must have. Raises ``ApiError`` for several."""
@@ -270,10 +282,16 @@ class GenerationBody(StrictModel):
             )
         return found[0] if found else None
 
-    def options(self) -> dict[str, Any]:
+    def options(self, usual: Sampling, top_logprobs: int | None) -> dict[str, Any]:
         """Return the fields of the core's request that all bodies have in common."""
         return {
             "model": self.model,
+            "sampling": self.sampling(
+                usual,
+                top_logprobs=top_logprobs,
+                biases=tuple(self.logit_bias.items()),
+                repetition_penalty=self.repetition_penalty,
+            ),
             "n": self.n,
             "stop": tuple(self.stop),
             "stream": self.stream,
@@ -328,7 +346,7 @@ class CallBody(StrictModel):
 class FunctionBody(StrictModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str = ""
-    parameters: dict[str, Any] = {"type": "object", "properties": {}}
+    parameters: dict[str, Any] = NO_ARGUMENTS
     strict: bool = False
 
 
@@ -387,6 +405,44 @@ class TokenizeRequest(StrictModel):
 class DetokenizeRequest(StrictModel):
     model: str | None = None
     tokens: Tokens
+
+
+class AgentTool(OpenModel):
+    """A tool of an agent. Anthropic calls its parameters ``input_schema``."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = Field(
+        NO_ARGUMENTS, validation_alias=AliasChoices("parameters", "input_schema")
+    )
+
+    def tool(self) -> Tool:
+        """Return the tool for the core."""
+        return Tool(self.name, self.description, self.parameters)
+
+
+def _own(tools: Any) -> Any:
+    """Leave out the tools that the servers of OpenAI or Anthropic run: they do not exist here."""
+    if not isinstance(tools, list):
+        return tools
+    own = ("function", "custom")
+    return [each for each in tools if not isinstance(each, dict) or each.get("type", own[0]) in own]
+
+
+AgentTools = Annotated[list[AgentTool], Field(fail_fast=True), BeforeValidator(_own), at_most(MAX_TOOLS)]
+
+
+class AgentFormat(OpenModel):
+    """The form of an answer, as agents ask for it."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+    def output(self) -> OutputFormat | None:
+        """Return the form for the core."""
+        if self.type == "text" and self.schema_ is None:
+            return None
+        return OutputFormat("json_schema", {"type": "object"} if self.schema_ is None else self.schema_)
 
 
 def text_of(content: Any, param: str) -> str:
