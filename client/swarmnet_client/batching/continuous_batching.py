@@ -128,17 +128,14 @@ class Batcher:
         head: LmHead,
         open_chain: OpenChain,
         limits: BatchLimits,
-        draft_model: "DraftModel | None" = None,
         room: Callable[[], float] = lambda: math.inf,
         idle_s: float | None = IDLE_S,
     ) -> None:
         """``open_chain`` opens chains whose sequences are long enough for every request.
 
-        ``draft_model`` drafts tokens in addition to prompt lookup. ``room`` returns how many
-        positions of this client fit on the hosts. ``idle_s``: seconds that a chain without answers
-        stays open; None for as long as the batcher runs.
+        ``room`` returns how many positions of this client fit on the hosts. ``idle_s``: seconds
+        that a chain without answers stays open; None for as long as the batcher runs.
         """
-        self._draft_model = draft_model
         self._hosts_room = room
         self._idle_s = idle_s
         self.limits = limits
@@ -226,11 +223,9 @@ class Batcher:
             size,
             self._head,
             self._open_chain,
+            request,
             kept=lambda: self._most_kept // max(1, len(self._groups)),
-            draft_model=self._draft_model,
             idle_s=self._idle_s,
-            adapter=request.adapter,
-            is_traced=request.traced,
         )
         self._groups[group] = asyncio.create_task(self._run_group(group), name="sequences")
         return group
@@ -345,12 +340,12 @@ class BatchedModel:
                 return Chain.open(hosts, own, layers.embed, layers.logits, give_up_idle)
 
             await hosts.refresh()
-            head = LmHead(layers, computing)
+            head = LmHead(layers, computing, draft_model)
 
             def batcher(*, is_batch: bool) -> AbstractAsyncContextManager[Batcher]:
                 opener = partial(open_chain, is_batch=is_batch)
                 room = partial(hosts.room, (0, spec.blocks))
-                return Batcher(head, opener, limits, draft_model, room, idle_s).running()
+                return Batcher(head, opener, limits, room, idle_s).running()
 
             async with batcher(is_batch=False) as first, batcher(is_batch=True) as lowest:
                 most = local.max_positions

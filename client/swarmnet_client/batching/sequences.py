@@ -39,7 +39,6 @@ from swarmnet_protocols.session.arrays import split
 from swarmnet_protocols.session.steps import Row
 
 if TYPE_CHECKING:
-    from swarmnet_client.model.drafts.draft_model import DraftModel
     from swarmnet_protocols.session.adapters import Adapter
 
 OpenChain = Callable[["Adapter | None", GiveUpIdle, bool], AbstractAsyncContextManager[Chain]]
@@ -173,27 +172,23 @@ def _gained(part: _Part) -> int:
 class SequenceGroup:
     """The sequences of one chain. The chain is open while ``run`` runs."""
 
-    def __init__(  # noqa: PLR0913 - what all its answers share
+    def __init__(
         self,
         size: int,
         head: LmHead,
         open_chain: OpenChain,
+        request: Request,
         *,
         kept: Callable[[], int],
-        draft_model: "DraftModel | None" = None,
-        idle_s: float | None = IDLE_S,
-        adapter: "Adapter | None" = None,
-        is_traced: bool = False,
+        idle_s: float | None,
     ) -> None:
-        """``kept`` returns the most positions of all KV caches. Above this, caches of finished
-        answers are dropped.
+        """``request`` is the first one: all others have its adapter, and are traced only if it is.
 
-        ``draft_model``, ``idle_s``: as in ``Batcher``. ``adapter``: the adapter of all answers.
-        ``is_traced``: whether the chain records its steps.
+        ``kept`` returns the most positions of all KV caches. Above this, caches of finished answers
+        are dropped. ``idle_s``: as in ``Batcher``.
         """
-        self.adapter = adapter
-        self.is_traced = is_traced
-        self._draft_model = draft_model
+        self.adapter = request.adapter
+        self.is_traced = request.traced
         self._idle_s = idle_s
         self.report = ChainReport()
         self._sequences = [RunningSequence(number) for number in range(size)]
@@ -240,8 +235,8 @@ class SequenceGroup:
         sequence.answer = answer
         sequence.is_decoding = False
         drafts = None
-        if self._draft_model is not None and request.speculate:
-            drafts = self._draft_model.sequence(sequence.todo)
+        if self._head.draft_model is not None and request.speculate:
+            drafts = self._head.draft_model.sequence(sequence.todo)
         sequence.speculator = Speculator(sequence.todo, drafts)
         self._arrived.set()
 
@@ -313,7 +308,7 @@ class SequenceGroup:
     async def _with_drafts(self, turn: Sequence[RunningSequence]) -> list["_Part"]:
         """Return the parts of one step: the newest tokens of each sequence, and a draft."""
         answers = [sequence.answer for sequence in turn]
-        if self._draft_model is None:
+        if self._head.draft_model is None:
             drafts = self._drafts(turn)
         else:
             drafts = await self._head.compute(partial(self._drafts, turn))

@@ -4,12 +4,15 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_client.model.sampling import Draw, Token, choose
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.models import LocalModel
+
+if TYPE_CHECKING:
+    from swarmnet_client.model.drafts.draft_model import DraftModel
 
 READ_POSITIONS = 16
 """Positions of a prompt that are read at a time. With more, the next tokens of other answers wait
@@ -66,11 +69,15 @@ def open_layers(local: LocalModel, options: LoadOptions) -> NormedLayers:
 
 
 class LmHead:
-    """Applies lm_head and samples next tokens, on the one thread that computes."""
+    """Applies lm_head and samples next tokens, on the one thread that computes.
 
-    def __init__(self, layers: Layers, computing: Executor) -> None:
+    ``draft_model`` drafts tokens on this thread, in addition to prompt lookup.
+    """
+
+    def __init__(self, layers: Layers, computing: Executor, draft_model: "DraftModel | None" = None) -> None:
         self._layers = layers
         self._computing = computing
+        self.draft_model = draft_model
 
     def choose(self, hidden: Array, draws: list[Draw]) -> list[Token]:
         """Return the next token after each of the hidden states [N, D], chosen by its draw. Called

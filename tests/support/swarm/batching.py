@@ -15,9 +15,9 @@ from swarmnet_client.model.sampling import Sampling
 from tests.support.swarm.swarm_lab import Lab, Reference
 
 
-def head_of(reference: Reference) -> LmHead:
+def head_of(reference: Reference, draft_model: DraftModel | None = None) -> LmHead:
     # virtual time runs the calls of executors in place
-    return LmHead(reference.layers, ThreadPoolExecutor(1))
+    return LmHead(reference.layers, ThreadPoolExecutor(1), draft_model)
 
 
 @asynccontextmanager
@@ -27,10 +27,9 @@ async def batcher(
     async with (
         lab.client(client) as hosts,
         Batcher(
-            head_of(lab.reference),
+            head_of(lab.reference, draft_model),
             lambda adapter, give_up, _: lab.chain(hosts, give_up_idle=give_up, adapter=adapter),
             limits or BatchLimits(),
-            draft_model,
         ).running() as running,
     ):
         yield running, hosts
