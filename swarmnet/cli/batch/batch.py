@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import DtypeOption, JsonFlag, ModelOption, SwarmOption, WireOption, device_option
 from swarmnet.cli.output import note, print_json, progress
+from swarmnet.cli.peer_options import ClientOptions
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import DEFAULT_MODEL
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmnet.cli.chat.generation import Answerer, RunHop, SamplingOptions, Screen, generate
-from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.commands.run import open_answerer
 from swarmnet.cli.options import HostDtypeOption, JsonFlag, ModelArgument, WireOption, device_option
 from swarmnet.cli.output import note, print_json, print_table, print_text, progress
+from swarmnet.cli.peer_options import ClientOptions
 from swarmnet.units import show_size
 from swarmnet_protocols.machine.lean_imports import import_transformers
 

@@ -1,6 +1,5 @@
 """``swarmnet join``: a node that hosts a part of a model until it is stopped."""
 
-import platform
 import re
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
@@ -12,30 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmnet import units
-from swarmnet.addresses import usual_listen
 from swarmnet.cli.commands.dashboard import node_page
 from swarmnet.cli.commands.serve import node_endpoint
 from swarmnet.cli.consent import ask_once
 from swarmnet.cli.estimate import estimate
 from swarmnet.cli.foreground import Foreground
-from swarmnet.cli.limit_options import LimitOptions, PriorityOption, rows
+from swarmnet.cli.limit_options import rows
 from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import (
     ENDPOINT,
-    AnnounceOption,
-    BootstrapOption,
-    CacheDirOption,
-    DataDirOption,
     HostDtypeOption,
-    IssuerOption,
     JsonFlag,
-    ListenOption,
-    MaxDiskOption,
     MaxP2pdOption,
     MetricsOption,
     ModelOption,
     OptionalSwarmArgument,
-    PublicNameOption,
     StopOnEofFlag,
     TransportOption,
     devices_option,
@@ -43,9 +33,10 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.output import note, say
 from swarmnet.cli.pairing import enter_household
+from swarmnet.cli.peer_options import MachineOptions
 from swarmnet.paths import locked_data_dir
 from swarmnet.restart import take_resting
-from swarmnet.swarm_file.entry import Entry, client_of, enter
+from swarmnet.swarm_file.entry import Entry, client_of
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.models import DEFAULT_MODEL
 
@@ -127,12 +118,7 @@ class NodeOptions:
         ),
     ] = False
     transport: TransportOption = "auto"
-    bootstrap: BootstrapOption = field(default_factory=list)
-    listen: ListenOption = field(default_factory=list)
-    announce: AnnounceOption = field(default_factory=list)
-    data_dir: DataDirOption
-    cache_dir: CacheDirOption
-    max_disk_bytes: MaxDiskOption
+    machine: MachineOptions
     device: Annotated[str, devices_option("Compute on this device, or on several GPUs: cuda:0,cuda:1.")] = (
         "auto"
     )
@@ -167,21 +153,12 @@ class NodeOptions:
             help="Refuse a new session that would wait longer than this, so that its client goes to another host.",
         ),
     ] = 20
-    limits: LimitOptions
-    priority: PriorityOption = "low"
-    issuer: IssuerOption = None
-    public_name: PublicNameOption = ""
 
     def check(self) -> None:
         """Raise ``typer.BadParameter`` for options that contradict each other."""
         if self.blocks is not None and self.num_blocks is not None:
             raise typer.BadParameter("give either --blocks or --num-blocks", param_hint="'--num-blocks'")
-        self.limits.given()
-
-    def named(self) -> "NodeOptions":
-        """Return the options with a name: the owner's, or the host name. People in one room know
-        their computers by the host name."""
-        return replace(self, public_name=self.public_name or platform.node())
+        self.machine.limits.given()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,23 +232,25 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     """
     options.check()
     page = node_page(dashboard, dashboard_key_file) if dashboard is not None else None
+    machine = options.machine
     if swarm is None:
-        options = options.named()
+        machine = machine.named()
         entry = enter_household(
-            options.data_dir, options.public_name, options.bootstrap, as_json=foreground.as_json
+            machine.data_dir, machine.public_name, machine.bootstrap, as_json=foreground.as_json
         )
+        options = replace(options, machine=machine)
         if not foreground.as_json:
             note(f"ask it with `swarmnet run {job or options.model} --swarm {entry.file.name}`")
     else:
-        entry = enter(swarm, options.data_dir, options.bootstrap)
+        entry = machine.enter(swarm)
     if job is None:
         host(entry, options, foreground, metrics=metrics, page=page)
         return
     from swarmnet.cli.training.served_job import ServedJob
 
-    with locked_data_dir(options.data_dir) as directory:
+    with locked_data_dir(machine.data_dir) as directory:
         pass
-    served = ServedJob(entry, job, directory, options.cache_dir, refresh_s)
+    served = ServedJob(entry, job, directory, machine.cache_dir, refresh_s)
     while True:
         host(
             entry,
@@ -297,41 +276,36 @@ def host(  # noqa: PLR0913 - what a node needs, and what runs with it
 ) -> None:
     """Host a part of a model in the swarm of ``entry`` until the node is stopped. ``house`` pairs
     newcomers. ``companion`` runs while the node does."""
-    as_json = foreground.as_json
+    as_json, machine = foreground.as_json, options.machine
     endpoint = None
     if foreground.serve is not None:
         endpoint = node_endpoint(
             foreground.serve,
             options.model,
             partial(client_of, entry),
-            cache_dir=options.cache_dir,
-            max_disk_bytes=options.max_disk_bytes,
+            cache_dir=machine.cache_dir,
+            max_disk_bytes=machine.max_disk_bytes,
         )
-    with locked_data_dir(options.data_dir) as directory:
+    with locked_data_dir(machine.data_dir) as directory:
         from swarmnet_node.config import NodeConfig
-        from swarmnet_node.owner.machine import load_limits, yield_to_others
         from swarmnet_node.start import start
 
         resting = take_resting()
-        listen = options.listen
-        if resting is not None or not listen:  # a node that restarts for a pause keeps its ports
-            listen = list(usual_listen(directory, listen))
-        network = entry.network(listen, options.announce, options.issuer)
+        network = machine.network(entry, keeps_ports=resting is not None)
         peer = replace(network.peer, max_daemon_bytes=options.max_p2pd_bytes)
-        values = vars(options) | {
-            "network": replace(network, peer=peer, house=house, name=options.public_name),
+        values = {**vars(options), **vars(machine)} | {
+            "network": replace(network, peer=peer, house=house, name=machine.public_name),
             "swarm_name": entry.file.name,
             "experts": ";".join(options.experts) or None,
             "folder": directory,
-            "limits": options.limits.applied_to(load_limits(directory)),
+            "limits": machine.owner_limits(),
             "resting": resting,
         }
         config = NodeConfig(
             **{each.name: values[each.name] for each in fields(NodeConfig) if each.name in values}
         )
         ask_once(directory, _facts(config, entry.file), asking=not foreground.yes, as_json=as_json)
-        if options.priority == "low":
-            yield_to_others()
+        machine.give_way()
         Foreground(
             lambda report: start(
                 config,

@@ -16,7 +16,6 @@ from swarmnet.cli.chat.keyboard import MAX_MESSAGE_CHARS, not_text
 from swarmnet.cli.chat.loop import Chat
 from swarmnet.cli.chat.markdown import MarkdownScreen
 from swarmnet.cli.chat.through_endpoint import EndpointAnswerer, ask
-from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.options import (
     DraftOption,
     DtypeOption,
@@ -27,6 +26,7 @@ from swarmnet.cli.options import (
     check_draft,
 )
 from swarmnet.cli.output import progress
+from swarmnet.cli.peer_options import ClientOptions
 from swarmnet.paths import default_history
 from swarmnet.resident import Resident, find, model_id
 from swarmnet_protocols.machine.lean_imports import import_transformers

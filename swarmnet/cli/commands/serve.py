@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import typer
 
 from swarmnet import units
-from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import (
@@ -36,6 +35,7 @@ from swarmnet.cli.options import (
     device_option,
 )
 from swarmnet.cli.output import note, print_json, progress, say
+from swarmnet.cli.peer_options import ClientOptions
 from swarmnet.paths import default_state_dir
 from swarmnet.resident import KEY_NAME, Resident, announced, model_id, new_key
 from swarmnet.swarm_file.keys import API_KEY, read_secret

@@ -10,7 +10,6 @@ import typer
 from swarmnet.cli.commands.join import ForegroundOptions, NodeOptions, host
 from swarmnet.cli.output import say
 from swarmnet.cli.pairing import show_code, show_newcomer
-from swarmnet.swarm_file.entry import enter
 from swarmnet.swarm_file.household import DEFAULT_NAME, invite_newcomer, own_household
 from swarmnet.swarm_file.keys import KEY_NAME
 
@@ -34,8 +33,9 @@ def start(
       swarmnet start --model ./my-model
     """
     options.check()
-    folder = own_household(options.data_dir, name)
-    entry = enter(str(folder), options.data_dir, options.bootstrap)
+    machine = options.machine.named()
+    folder = own_household(machine.data_dir, name)
+    entry = machine.enter(str(folder))
     event = {"event": "household", "swarm": entry.file.name, "path": str(folder)}
     text = f"the swarm {entry.file.name}: type `swarmnet join` on another computer in this network\nask it with `swarmnet run {options.model} --swarm {entry.file.name}`\nsee its computers and members with `swarmnet dashboard --swarm {entry.file.name}`"
     say(event, text, as_json=foreground.as_json)
@@ -47,5 +47,5 @@ def start(
         partial(show_code, as_json=foreground.as_json),
         partial(show_newcomer, as_json=foreground.as_json),
     )
-    options = replace(options.named(), issuer=options.issuer or folder / KEY_NAME)
-    host(entry, options, foreground, house=house)
+    machine = replace(machine, issuer=machine.issuer or folder / KEY_NAME)
+    host(entry, replace(options, machine=machine), foreground, house=house)

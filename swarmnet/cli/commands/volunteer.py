@@ -5,14 +5,13 @@ import math
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.addresses import usual_listen
 from swarmnet.cli.commands.join import ForegroundOptions, NodeOptions, host
 from swarmnet.cli.consent import VOLUNTEERING, ask_once
 from swarmnet.cli.foreground import DEFAULT_GRACE_S, idle_guest, say_pause
@@ -20,9 +19,10 @@ from swarmnet.cli.interrupts import run_until_stopped
 from swarmnet.cli.limit_options import rows
 from swarmnet.cli.options import MetricsOption, SwarmArgument
 from swarmnet.cli.output import note, say
+from swarmnet.cli.peer_options import MachineOptions
 from swarmnet.paths import locked_data_dir
 from swarmnet.restart import may_restart, restart, take_resting, was_restarted
-from swarmnet.swarm_file.entry import Entry, enter
+from swarmnet.swarm_file.entry import Entry
 from swarmnet_node.volunteering.choice import HOST, TRAIN, Duty, Offer, VolunteerMemory, decide
 from swarmnet_protocols.errors import (
     ConfigError,
@@ -79,7 +79,7 @@ def volunteer(
     options.check()
     if not was_restarted():
         say({"event": "looking"}, "looks for what the swarm needs most", as_json=foreground.as_json)
-    entry = enter(swarm, options.data_dir, options.bootstrap)
+    entry = options.machine.enter(swarm)
     Volunteer(entry, options, foreground, metrics, look_every_s).run()
 
 
@@ -98,14 +98,18 @@ class Volunteer:
     _is_stopped: bool = False
     """Whether the owner stopped the command."""
 
+    @property
+    def machine(self) -> MachineOptions:
+        return self.options.machine
+
     def run(self) -> None:
         """Work until the owner stops the command."""
-        with locked_data_dir(self.options.data_dir) as directory:
+        with locked_data_dir(self.machine.data_dir) as directory:
             self._ask(directory)
             self._load()
         while not self._is_stopped:
             if self.memory.work is None:
-                with locked_data_dir(self.options.data_dir):
+                with locked_data_dir(self.machine.data_dir):
                     run_until_stopped(self._choose())
             if self.memory.work is not None:
                 self._work(self.memory.work)
@@ -145,15 +149,13 @@ class Volunteer:
         from swarmnet.cli.training.join import WorkerOptions, configured, rest, train
 
         take_resting()
-        own, shown = vars(self.options), self.foreground
-        given = {each.name: own[each.name] for each in fields(WorkerOptions) if each.name in own}
-        given |= {"device": self.options.device.partition(",")[0], "metrics": self.metrics}
-        options = WorkerOptions(**given, as_json=shown.as_json)
-        with locked_data_dir(options.data_dir) as directory:
+        device, as_json = self.options.device.partition(",")[0], self.foreground.as_json
+        options = WorkerOptions(machine=self.machine, device=device, metrics=self.metrics, as_json=as_json)
+        with locked_data_dir(self.machine.data_dir):
             if not run_until_stopped(rest(self.entry, options)):
                 self._is_stopped = True
                 return False
-            config = configured(self.entry, options, directory, job)
+            config = configured(self.entry, options, job)
             config = replace(config, volunteers=self.memory.reason)
             paused = train(config, options, companion=self._worker_companion)
         return not paused and not self._is_stopped
@@ -197,21 +199,18 @@ class Volunteer:
             if choice is not None and choice.work.role == TRAIN:
                 from swarmnet_node.training.job_store import fetch_job
 
-                await fetch_job(self.options.data_dir, looker.directory, choice.work.name)
+                await fetch_job(self.machine.data_dir, looker.directory, choice.work.name)
             self.memory = memory
             return choice is not None
         return False
 
     async def _choose(self) -> None:
         """Wait, with an idle peer, until there is work or the owner stops the command."""
-        from swarmnet_node.owner.machine import load_limits
         from swarmnet_node.owner.watched_peer import Purpose
 
-        options, file = self.options, self.entry.file
-        listen = options.listen or usual_listen(options.data_dir)
-        network = self.entry.network(listen, options.announce, options.issuer)
-        limits = options.limits.applied_to(load_limits(options.data_dir))
-        purpose = Purpose("volunteer", file.name, options.data_dir, network.peer.link, limits=limits)
+        file, folder, limits = self.entry.file, self.machine.data_dir, self.machine.owner_limits()
+        network = self.machine.network(self.entry)
+        purpose = Purpose("volunteer", file.name, folder, network.peer.link, limits=limits)
         async with idle_guest(network, purpose) as (peer, transport, records):
             looker, looks = self._looker(records, transport.peer_id), 0
             while await peer.may_work(lambda _: say_pause(peer.status(), as_json=self.foreground.as_json)):
@@ -234,22 +233,20 @@ class Volunteer:
     def _offer(self) -> Offer:
         from swarmnet_node.owner.machine import load_limits
 
-        limits, device = load_limits(self.options.data_dir), self.options.device
+        limits, device = load_limits(self.machine.data_dir), self.options.device
         has_gpu = device.startswith(("cuda", "mps")) or (device == "auto" and Path("/dev/nvidia0").exists())
         return Offer(limits.max_ram_bytes or math.inf, has_gpu)
 
     def _ask(self, directory: Path) -> None:
-        from swarmnet_node.owner.machine import load_limits
-
         is_open = self.entry.file.admission is Admission.OPEN
         peers = "every peer that has the swarm file" if is_open else "members of the swarm"
-        facts = rows(self.options.limits.applied_to(load_limits(directory))) | {
+        facts = rows(self.machine.owner_limits()) | {
             "hosts": f"blocks of a model that the swarm lacks; used by {peers}",
             "trains": f"jobs that {peers} may have written: on data that a job names, never on your files, and without code of its author",
             "sends": "what blocks compute, and changes of a job's weights",
-            "disk": f"models in {self.options.cache_dir}, checkpoints in {directory / 'training'}",
+            "disk": f"models in {self.machine.cache_dir}, checkpoints in {directory / 'training'}",
             "others see": "this machine's IP address, its peer id, and what it hosts or trains"
-            + (f", and the name {self.options.public_name}" if self.options.public_name else ""),
+            + (f", and the name {self.machine.public_name}" if self.machine.public_name else ""),
         }
         asking, as_json = not self.foreground.yes, self.foreground.as_json
         ask_once(directory / FOLDER, facts, VOLUNTEERING, asking=asking, as_json=as_json)
@@ -266,7 +263,7 @@ class Volunteer:
 
     @property
     def _memory_path(self) -> Path:
-        return self.options.data_dir / FOLDER / MEMORY_NAME
+        return self.machine.data_dir / FOLDER / MEMORY_NAME
 
     def _say(self, event: str, text: str, **values: object) -> None:
         say({"event": event} | values, text, as_json=self.foreground.as_json)

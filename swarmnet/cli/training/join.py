@@ -3,33 +3,20 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from swarmnet.addresses import usual_listen, write_addresses
+from swarmnet.addresses import write_addresses
 from swarmnet.cli.consent import TRAINING, ask_once
 from swarmnet.cli.foreground import controlled, idle_guest, monitoring, note_if_alone, say_pause
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
-from swarmnet.cli.limit_options import LimitOptions, PriorityOption, rows
-from swarmnet.cli.options import (
-    AnnounceOption,
-    BootstrapOption,
-    CacheDirOption,
-    DataDirOption,
-    IssuerOption,
-    JsonFlag,
-    ListenOption,
-    MaxDiskOption,
-    MetricsOption,
-    PublicNameOption,
-    SwarmOption,
-    choice,
-    device_option,
-)
+from swarmnet.cli.limit_options import rows
+from swarmnet.cli.options import JsonFlag, MetricsOption, SwarmOption, choice, device_option
 from swarmnet.cli.output import progress
+from swarmnet.cli.peer_options import MachineOptions
 from swarmnet.cli.training.displays import display
 from swarmnet.cli.training.job_names import SHOWN_DIGITS, JobArgument, fetch_named, find_here
 from swarmnet.cli.training.record import TrainingRecord, newest_job, read_status
@@ -37,10 +24,10 @@ from swarmnet.cli.training.trackers import TensorboardOption, WandbOption, track
 from swarmnet.cli.training.train_words import code_facts, facts_of, tell
 from swarmnet.paths import locked_data_dir
 from swarmnet.restart import may_restart, restart, take_resting, was_restarted
-from swarmnet.swarm_file.entry import Entry, enter
+from swarmnet.swarm_file.entry import Entry
 from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_node.owner.limits import OwnerLimits
-from swarmnet_node.owner.machine import OwnersMachine, load_limits, save_limits, yield_to_others
+from swarmnet_node.owner.machine import OwnersMachine, load_limits, save_limits
 from swarmnet_node.training.job_store import (
     LocalFiles,
     has_job,
@@ -75,17 +62,8 @@ MethodFileOption = Annotated[
 class WorkerOptions:
     """The options of a worker on this machine, whatever it trains."""
 
-    bootstrap: BootstrapOption = field(default_factory=list)
-    listen: ListenOption = field(default_factory=list)
-    announce: AnnounceOption = field(default_factory=list)
-    data_dir: DataDirOption
-    cache_dir: CacheDirOption
-    max_disk_bytes: MaxDiskOption
+    machine: MachineOptions
     device: Annotated[str, device_option("Device to compute on.")] = "auto"
-    limits: LimitOptions
-    priority: PriorityOption = "low"
-    public_name: PublicNameOption = ""
-    issuer: IssuerOption = None
     metrics: MetricsOption = None
     as_json: JsonFlag = False
 
@@ -179,16 +157,17 @@ def join(  # noqa: PLR0913 - a command line, not an interface
       swarmnet train join my-job --swarm lab
       swarmnet train join my-job --swarm lab --idle-only --no-battery --max-ram 8GiB
     """
-    options.limits.given()
-    entry = enter(swarm, options.data_dir, options.bootstrap)
+    machine = options.machine
+    machine.limits.given()
+    entry = machine.enter(swarm)
     # a job that nobody can be asked for leaves no file behind
-    found = None if was_restarted() else _find_here(entry, options.data_dir, job)
-    with locked_data_dir(options.data_dir) as directory:
+    found = None if was_restarted() else _find_here(entry, machine.data_dir, job)
+    with locked_data_dir(machine.data_dir) as directory:
         if was_restarted():
             take_resting()
             if not run_until_stopped(rest(entry, options)):
                 return
-            found = _find_here(entry, options.data_dir, job)
+            found = _find_here(entry, machine.data_dir, job)
         with progress(quiet=options.as_json) as report:
             report("looking for the job", 0, None)
             job = asyncio.run(
@@ -199,15 +178,14 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         files = LocalFiles(tuple(data) or before.data, model or before.model, method_file or before.method)
         local = files.applied_to(sealed.job, stage)
         disk = job_folder(directory, job)
-        limits = options.limits.applied_to(load_limits(directory))
-        facts = facts_of(local, id=job, name=options.public_name, device=options.device, disk=disk)
-        facts |= code_facts(local, files.method) | rows(limits)
+        facts = facts_of(local, id=job, name=machine.public_name, device=options.device, disk=disk)
+        facts |= code_facts(local, files.method) | rows(machine.owner_limits())
         ask_once(disk, facts, TRAINING, asking=not yes, as_json=options.as_json)
         store_local_files(directory, job, files)
-        run = f"{sealed.job.job.name}-{options.public_name or job[:SHOWN_DIGITS]}"
+        run = f"{sealed.job.job.name}-{machine.public_name or job[:SHOWN_DIGITS]}"
         while train(
             replace(
-                configured(entry, options, directory, job),
+                configured(entry, options, job),
                 memory=memory.options,
                 stage=stage,
                 begin_from=begin_from,
@@ -226,14 +204,14 @@ async def rest(entry: Entry, options: WorkerOptions) -> bool:
     """
     from swarmnet_node.owner.watched_peer import Purpose
 
-    folder, round_bytes = options.data_dir, 0
+    folder, round_bytes = options.machine.data_dir, 0
     with suppress(ConfigError, IntegrityError):
         status = read_status(folder / "training" / newest_job(folder))
         round_bytes = int(status.get("round_bytes", 0))
-    limits = options.limits.applied_to(load_limits(folder))
+    limits = options.machine.owner_limits()
     if not await forbidden(limits, folder, round_bytes):
         return True
-    network = entry.network(options.listen or usual_listen(folder), options.announce, options.issuer)
+    network = options.machine.network(entry)
     purpose = Purpose("train join", entry.file.name, folder, network.peer.link, limits=limits)
     async with idle_guest(network, purpose) as (peer, _, _):
         peer.guard.reserve(round_bytes)
@@ -261,8 +239,7 @@ def train(
     ``companion`` runs meanwhile. Return whether the worker ended for a pause: the caller then
     restarts the program, if that frees memory, and trains again.
     """
-    if options.priority == "low":
-        yield_to_others()
+    options.machine.give_way()
     record = TrainingRecord(job_folder(config.data_dir, config.job), config.job, wall_clock)
     config = replace(config, round_bytes=int(record.status.get("round_bytes", 0)))
     if may_restart() and asyncio.run(forbidden(config.limits, config.data_dir, config.round_bytes)):
@@ -271,23 +248,23 @@ def train(
         return run_until_stopped(_work(config, record, shown, log, options, companion))
 
 
-def configured(entry: Entry, options: WorkerOptions, directory: Path, job: str) -> "WorkerConfig":
+def configured(entry: Entry, options: WorkerOptions, job: str) -> "WorkerConfig":
     """Return the settings of a worker of ``job``, and store the limits that the owner gave."""
     from swarmnet_node.training.start import WorkerConfig
 
-    stored = load_limits(directory)
-    limits = options.limits.applied_to(stored)
-    if limits != stored:
+    machine = options.machine
+    directory, limits = machine.data_dir, machine.owner_limits()
+    if limits != load_limits(directory):
         save_limits(directory, limits)
     return WorkerConfig(
         job=job,
-        network=entry.network(options.listen or usual_listen(directory), options.announce, options.issuer),
+        network=machine.network(entry),
         data_dir=directory,
-        cache_dir=options.cache_dir,
+        cache_dir=machine.cache_dir,
         device=options.device,
-        max_disk_bytes=options.max_disk_bytes,
+        max_disk_bytes=machine.max_disk_bytes,
         files=load_local_files(directory, job),
-        public_name=options.public_name,
+        public_name=machine.public_name,
         swarm_name=entry.file.name,
         limits=limits,
     )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.options import (
     DtypeOption,
     JsonFlag,
@@ -19,6 +18,7 @@ from swarmnet.cli.options import (
     SwarmOption,
     device_option,
 )
+from swarmnet.cli.peer_options import ClientOptions
 from swarmnet.cli.training.displays import Fields, display
 from swarmnet.cli.training.trackers import TensorboardOption, WandbOption, trackers
 from swarmnet.cli.training.tune_words import Words

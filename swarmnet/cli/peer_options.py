@@ -1,21 +1,30 @@
-"""The options that all clients share: how a client enters a swarm, and where its files are."""
+"""The options that all clients share, and those that nodes and workers share."""
 
 import asyncio
+import platform
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from swarmnet.addresses import usual_listen
+from swarmnet.cli.limit_options import LimitOptions, PriorityOption
 from swarmnet.cli.options import (
+    AnnounceOption,
     BootstrapOption,
     CacheDirOption,
     DataDirOption,
     HostsOption,
+    IssuerOption,
+    ListenOption,
     MaxDiskOption,
+    PublicNameOption,
     TransportOption,
 )
 from swarmnet_protocols.errors import ConfigError, Unreachable
 
 if TYPE_CHECKING:
+    from swarmnet.swarm_file.entry import Entry
+    from swarmnet_node.owner.limits import OwnerLimits
     from swarmnet_protocols.joining.network import Network
     from swarmnet_protocols.models import LocalModel, Progress
 
@@ -67,6 +76,53 @@ class ClientOptions:
         from swarmnet.swarm_file.entry import client_network
 
         return client_network(swarm, self.bootstrap, self.data_dir, self.hosts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """How a peer enters a swarm, where its files are, and what it may use."""
+
+    bootstrap: BootstrapOption = field(default_factory=list)
+    listen: ListenOption = field(default_factory=list)
+    announce: AnnounceOption = field(default_factory=list)
+    data_dir: DataDirOption
+    cache_dir: CacheDirOption
+    max_disk_bytes: MaxDiskOption
+    limits: LimitOptions
+    priority: PriorityOption = "low"
+    issuer: IssuerOption = None
+    public_name: PublicNameOption = ""
+
+    def named(self) -> "MachineOptions":
+        """Return the options with a name: the owner's, or the host name. People in one room know
+        their computers by the host name."""
+        return replace(self, public_name=self.public_name or platform.node())
+
+    def enter(self, swarm: str) -> "Entry":
+        from swarmnet.swarm_file.entry import enter
+
+        return enter(swarm, self.data_dir, self.bootstrap)
+
+    def network(self, entry: "Entry", *, keeps_ports: bool = False) -> "Network":
+        """Return the peer's connection. Without ``--listen``, and with ``keeps_ports``, it listens
+        on the ports that it had last."""
+        listen = self.listen
+        if keeps_ports or not listen:
+            listen = list(usual_listen(self.data_dir, listen))
+        return entry.network(listen, self.announce, self.issuer)
+
+    def owner_limits(self) -> "OwnerLimits":
+        """Return the limits that this machine has stored, with the given ones in their place."""
+        from swarmnet_node.owner.machine import load_limits
+
+        return self.limits.applied_to(load_limits(self.data_dir))
+
+    def give_way(self) -> None:
+        """Let every other program of this machine go first, if the priority is low."""
+        from swarmnet_node.owner.machine import yield_to_others
+
+        if self.priority == "low":
+            yield_to_others()
 
 
 async def _is_job(name: str, network: "Network") -> bool:
