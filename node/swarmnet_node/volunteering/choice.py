@@ -19,9 +19,12 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.training.open_jobs import OpenJob
 
 HOST, TRAIN = "host", "train"
 PAUSE_S = 3600.0
@@ -75,27 +78,11 @@ class SeenModel:
 
 
 @dataclass(frozen=True)
-class SeenJob:
-    """A job and its workers, without this machine.
-
-    ``needs_user``: the user of a worker must provide files or code.
-    """
-
-    id: str
-    name: str
-    workers: int
-    least: int
-    most: int
-    needs_user: bool = False
-    is_done: bool = False
-
-
-@dataclass(frozen=True)
 class Seen:
-    """The swarm, as a volunteer sees it at one time."""
+    """The swarm, as a volunteer sees it at one time, without this machine."""
 
     models: Sequence[SeenModel] = ()
-    jobs: Sequence[SeenJob] = ()
+    jobs: Sequence["OpenJob"] = ()
 
 
 @dataclass(frozen=True)
@@ -210,20 +197,20 @@ def is_over(seen: Seen, work: Duty) -> bool:
     A job that is not seen may go on: the directory of a peer that has just started is empty.
     """
     return work.role == TRAIN and any(
-        job.id == work.name and (job.is_done or job.workers >= job.most) for job in seen.jobs
+        job.outline.id == work.name and (job.is_done or job.is_full) for job in seen.jobs
     )
 
 
 def choices(seen: Seen, offer: Offer, *, refused: Collection[Duty] = ()) -> list[Suggestion]:
     """Return all work that this machine may do, what the swarm needs most first."""
     hosts = sum(model.hosts for model in seen.models)
-    workers = sum(job.workers for job in seen.jobs)
+    workers = sum(len(job.workers) for job in seen.jobs)
     found = [_hosting(model, workers) for model in seen.models]
     if offer.memory_bytes >= LEAST_JOB_BYTES:
         found += [
             _training(job, hosts)
             for job in seen.jobs
-            if not (job.needs_user or job.is_done or job.workers >= job.most)
+            if not (job.outline.needs_user or job.is_done or job.is_full)
         ]
     first = TRAIN if offer.has_gpu else HOST
     return sorted(
@@ -247,15 +234,14 @@ def _hosting(model: SeenModel, workers: int) -> Suggestion:
     return Suggestion(work, NeedLevel.SPARE, "the swarm needs nothing more urgently", chance)
 
 
-def _training(job: SeenJob, hosts: int) -> Suggestion:
-    work, lacking = Duty(TRAIN, job.id), job.least - job.workers
+def _training(job: "OpenJob", hosts: int) -> Suggestion:
+    about, workers = job.outline, len(job.workers)
+    work, lacking = Duty(TRAIN, about.id), about.least - workers
     chance = min(1.0, max(1, lacking) / (hosts + 1))
     if lacking > 1:
-        return Suggestion(work, NeedLevel.THIN, f"{job.name}: its rounds lack {lacking} workers", chance)
+        return Suggestion(work, NeedLevel.THIN, f"{about.name}: its rounds lack {lacking} workers", chance)
     if lacking == 1:
-        who = "nobody trains it" if job.workers == 0 else "its rounds lack one worker"
-        who = f"{job.name}: {who}"
-        return Suggestion(work, NeedLevel.STOPPED, who, chance)
-    return Suggestion(
-        work, NeedLevel.FASTER, f"{job.name}: {job.workers} of at most {job.most} workers train it", chance
-    )
+        who = "its rounds lack one worker" if workers else "nobody trains it"
+        return Suggestion(work, NeedLevel.STOPPED, f"{about.name}: {who}", chance)
+    why = f"{about.name}: {workers} of at most {about.most} workers train it"
+    return Suggestion(work, NeedLevel.FASTER, why, chance)

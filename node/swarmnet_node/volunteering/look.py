@@ -1,17 +1,17 @@
 """Reads the models and jobs of the swarm, without this machine, for a volunteer's decision."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
-from swarmnet_node.volunteering.choice import Seen, SeenJob, SeenModel
+from swarmnet_node.volunteering.choice import Seen, SeenModel
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, read_catalog
 from swarmnet_protocols.directory.host_announcements import read_hosts
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.training.open_jobs import JobOutline, OpenJob, read_open_jobs
+from swarmnet_protocols.training.open_jobs import JobOutline, read_open_jobs
 
 
 @dataclass
@@ -36,7 +36,8 @@ class Looker:
         models += [_unhosted(name) for manifest, name in names.items() if manifest not in announced]
         if not models:
             models.append(_unhosted(self.fallback, is_wanted=False))
-        return Seen(models, [self._job(job) for job in await read_open_jobs(self.directory, self._jobs)])
+        jobs = await read_open_jobs(self.directory, self._jobs)
+        return Seen(models, [replace(job, workers=job.workers - {self.me}) for job in jobs])
 
     def _name(self, model: CatalogModel) -> str:
         """Return the name under which this machine finds a model. Others see names without
@@ -50,11 +51,6 @@ class Looker:
         thin = sum(held[block] == 1 for block in range(model.blocks))
         load = median([host.load for host in hosts] or [0.0])
         return SeenModel(name, model.blocks, missing, thin, len(hosts), load)
-
-    def _job(self, job: OpenJob) -> SeenJob:
-        about = job.outline
-        workers = len(job.workers - {self.me})
-        return SeenJob(about.id, about.name, workers, about.least, about.most, about.needs_user, job.is_done)
 
 
 def _unhosted(name: str, *, is_wanted: bool = True) -> SeenModel:

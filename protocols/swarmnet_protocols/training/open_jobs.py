@@ -54,6 +54,10 @@ class OpenJob:
     is_done: bool
     """Whether a worker said that it trained the last round, and none trains now."""
 
+    @property
+    def is_full(self) -> bool:
+        return len(self.workers) >= self.outline.most
+
 
 def outline_of(sealed: bytes) -> JobOutline:
     """Return the outline of a sealed job.

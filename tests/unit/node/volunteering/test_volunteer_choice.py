@@ -18,7 +18,6 @@ from swarmnet_node.volunteering.choice import (
     NeedLevel,
     Offer,
     Seen,
-    SeenJob,
     SeenModel,
     VolunteerMemory,
     choices,
@@ -26,13 +25,30 @@ from swarmnet_node.volunteering.choice import (
     is_over,
 )
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training.open_jobs import JobOutline, OpenJob
 from tests.defences import defence, replacing
 
 SERVED = SeenModel("tiny", 30, missing=0, thin=0, hosts=3)
 THIN = replace(SERVED, thin=30, hosts=1)
 LACKING = replace(SERVED, missing=10)
-JOB = SeenJob("ab" * 32, "corpus", workers=0, least=1, most=8)
-HOSTS, TRAINS = Duty(HOST, "tiny"), Duty(TRAIN, JOB.id)
+
+
+def open_job(
+    workers: int = 0,
+    *,
+    id: str = "ab" * 32,
+    least: int = 1,
+    most: int = 8,
+    needs_user: bool = False,
+    is_done: bool = False,
+) -> OpenJob:
+    outline = JobOutline(id, "corpus", 9, least, most, needs_user, ())
+    return OpenJob(outline, frozenset(PeerId(str(each)) for each in range(workers)), is_done)
+
+
+JOB = open_job()
+HOSTS, TRAINS = Duty(HOST, "tiny"), Duty(TRAIN, JOB.outline.id)
 GPU = Offer(has_gpu=True)
 
 
@@ -45,21 +61,21 @@ def chosen(seen: Seen, offer: Offer = Offer()) -> Duty | None:  # noqa: B008 - f
     ("model", "job", "with_cpu", "with_gpu"),
     [
         (LACKING, JOB, HOSTS, TRAINS),
-        (LACKING, replace(JOB, workers=1), HOSTS, HOSTS),
+        (LACKING, open_job(1), HOSTS, HOSTS),
         (THIN, JOB, TRAINS, TRAINS),
-        (THIN, replace(JOB, workers=1), HOSTS, HOSTS),
-        (THIN, replace(JOB, least=4), HOSTS, TRAINS),
-        (THIN, replace(JOB, workers=3, least=4), TRAINS, TRAINS),
-        (SERVED, replace(JOB, workers=7), TRAINS, TRAINS),
-        (SERVED, replace(JOB, workers=8), HOSTS, HOSTS),
-        (SERVED, replace(JOB, needs_user=True), HOSTS, HOSTS),
-        (SERVED, replace(JOB, is_done=True), HOSTS, HOSTS),
-        (replace(SERVED, load=0.8), replace(JOB, workers=1), HOSTS, HOSTS),
-        (replace(LACKING, is_wanted=False), replace(JOB, workers=1), TRAINS, TRAINS),
+        (THIN, open_job(1), HOSTS, HOSTS),
+        (THIN, open_job(least=4), HOSTS, TRAINS),
+        (THIN, open_job(3, least=4), TRAINS, TRAINS),
+        (SERVED, open_job(7), TRAINS, TRAINS),
+        (SERVED, open_job(8), HOSTS, HOSTS),
+        (SERVED, open_job(needs_user=True), HOSTS, HOSTS),
+        (SERVED, open_job(is_done=True), HOSTS, HOSTS),
+        (replace(SERVED, load=0.8), open_job(1), HOSTS, HOSTS),
+        (replace(LACKING, is_wanted=False), open_job(1), TRAINS, TRAINS),
     ],
 )
 def test_a_volunteer_does_what_the_swarm_needs_most(
-    model: SeenModel, job: SeenJob, with_cpu: Duty, with_gpu: Duty
+    model: SeenModel, job: OpenJob, with_cpu: Duty, with_gpu: Duty
 ) -> None:
     seen = Seen([model], [job])
     assert (chosen(seen), chosen(seen, GPU)) == (with_cpu, with_gpu)
@@ -91,7 +107,7 @@ def test_a_need_is_seen_at_several_looks_before_a_switch() -> None:
 
 def test_a_volunteer_switches_at_most_once_an_hour() -> None:
     training = VolunteerMemory(TRAINS, switched_at=0.0)
-    needs_host = Seen([LACKING], [replace(JOB, workers=2)])
+    needs_host = Seen([LACKING], [open_job(2)])
     per_hour = int(PAUSE_S / 60)
     assert looks(needs_host, training, range(1, per_hour))[0] == []
     assert looks(needs_host, training, range(1, 2 * per_hour))[0] == [HOSTS]
@@ -99,7 +115,7 @@ def test_a_volunteer_switches_at_most_once_an_hour() -> None:
 
 def test_work_that_is_over_is_left_at_once() -> None:
     training = VolunteerMemory(TRAINS, switched_at=0.0)
-    assert looks(Seen([SERVED], [replace(JOB, is_done=True)]), training, range(1, 2))[0] == [HOSTS]
+    assert looks(Seen([SERVED], [open_job(is_done=True)]), training, range(1, 2))[0] == [HOSTS]
     assert looks(Seen([SERVED], []), training, range(1, 100))[0] == [], "the directory is empty"
 
 
@@ -111,7 +127,7 @@ def test_work_that_failed_here_is_tried_again_later() -> None:
 
 
 def test_of_many_volunteers_about_as_many_switch_as_a_job_lacks() -> None:
-    seen = Seen([replace(SERVED, hosts=19)], [replace(JOB, least=2)])
+    seen = Seen([replace(SERVED, hosts=19)], [open_job(least=2)])
     memory, rng = VolunteerMemory(HOSTS, wanted=TRAINS, looks=CONFIRM_LOOKS), random.Random(0)
     drawn = [decide(seen, Offer(), memory, now=1e9, rng=rng)[0] is not None for _ in range(200)]
     assert 10 <= sum(drawn) <= 30, "2 of each 20"
@@ -128,10 +144,9 @@ MODELS = st.builds(
     is_wanted=st.booleans(),
 )
 JOBS = st.builds(
-    SeenJob,
-    st.sampled_from(["ab" * 32, "cd" * 32]),
-    st.just("corpus"),
-    workers=st.integers(0, 10),
+    open_job,
+    st.integers(0, 10),
+    id=st.sampled_from(["ab" * 32, "cd" * 32]),
     least=st.integers(1, 4),
     most=st.integers(4, 8),
     needs_user=st.booleans(),
