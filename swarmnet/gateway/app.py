@@ -32,8 +32,7 @@ from swarmnet.gateway.batches.answering import LineAnswerer
 from swarmnet.gateway.batches.endpoints import BatchEndpoints
 from swarmnet.gateway.batches.queue import AT_ONCE, BatchQueue
 from swarmnet.gateway.errors import CLIENT_CLOSED_REQUEST, RETRY_S, ApiError, api_error
-from swarmnet.gateway.generation.answering import check_places, generating
-from swarmnet.gateway.generation.embedding import embedded
+from swarmnet.gateway.generation.answering import check_places, embedded, generating
 from swarmnet.gateway.generation.events import Usage
 from swarmnet.gateway.generation.generation import Generation
 from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest, Prompt

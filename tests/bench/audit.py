@@ -50,7 +50,7 @@ from swarmnet_node.engine.torch_layers.torch_stage import TORCH
 from swarmnet_protocols.arrays import Array, as_array, as_float32, as_tensor
 from swarmnet_protocols.machine.platform import return_freed_memory
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.quantization.precisions import PRECISIONS
+from swarmnet_protocols.quantization.formats import PRECISIONS
 from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.wire_tensors import as_received
 from tests.bench.exactness import prompts

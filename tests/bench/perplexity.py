@@ -31,9 +31,8 @@ from torch.nn import functional
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
-from swarmnet_protocols.quantization.formats import Format
+from swarmnet_protocols.quantization.formats import PRECISIONS, Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-from swarmnet_protocols.quantization.precisions import PRECISIONS
 from swarmnet_protocols.quantization.quantize import GROUP, quantize
 
 WINDOW = 1024

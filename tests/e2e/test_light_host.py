@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmnet.cli.estimate import PROGRAM_BYTES
+from swarmnet.cli.consent import PROGRAM_BYTES
 from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 from tests.support.processes.commands import call

@@ -1,10 +1,9 @@
-"""Exclusions: hosts that a client does not use for a while. Pure: the time is an argument."""
+"""Exclusions and bans: hosts that a client does not use for a while. Pure: times are arguments."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.bans import Bans
 from swarmnet_protocols.routing.chain_view import pair_of
 from swarmnet_protocols.routing.host_info import HostInfo
 
@@ -34,6 +33,39 @@ def shortest_wait_s(
     ]
     longest_s = max(of_blocks, default=math.inf)
     return longest_s if math.isfinite(longest_s) else None
+
+
+BAN_S = 15.0
+"""Seconds of the ban after a host's first failure."""
+BAN_MAX_S = 240.0
+"""Longest ban in seconds, after repeated failures."""
+
+
+class Bans:
+    """Hosts that failed recently. A failure after a ban doubles the next ban; a success clears
+    it."""
+
+    def __init__(self) -> None:
+        self._failed: dict[PeerId, tuple[float, float]] = {}
+        """Time of the last failure, and seconds of the ban since then."""
+
+    def failed(self, peer: PeerId, now: float) -> None:
+        at, ban_s = self._failed.get(peer, (-math.inf, BAN_S))
+        if now > at + 2 * ban_s:  # no failure for another ban's length clears the history
+            ban_s = BAN_S
+        elif now > at + ban_s:
+            ban_s = min(2 * ban_s, BAN_MAX_S)
+        # Entries end by time, because hosts that have left never succeed again.
+        self._failed = {each: (at, ban) for each, (at, ban) in self._failed.items() if now <= at + 2 * ban}
+        self._failed[peer] = (now, ban_s)
+
+    def served(self, peer: PeerId) -> None:
+        self._failed.pop(peer, None)
+
+    def at(self, now: float) -> dict[PeerId, float]:
+        """Return the hosts that are banned at ``now`` → time of the failure, the oldest first."""
+        banned = {peer: at for peer, (at, ban_s) in self._failed.items() if at + ban_s > now}
+        return dict(sorted(banned.items(), key=lambda each: each[1]))
 
 
 class Exclusions:

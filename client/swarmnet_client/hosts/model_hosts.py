@@ -38,11 +38,11 @@ from swarmnet_protocols.directory.host_announcements import HostSample, read_hos
 from swarmnet_protocols.errors import HostsOverloaded, NoRoom, NoRoute, SwarmnetError
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network, Trust, connect
-from swarmnet_protocols.joining.peer_clocks import advise_on_clock
 from swarmnet_protocols.machine.aio import in_background, persist
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.reachability.dial_back import advise_on_clock
 from swarmnet_protocols.routing.chain_search import failed_links, find_chain, uncovered
 from swarmnet_protocols.routing.chain_view import Hop, View, credible, explain_choice
 from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo

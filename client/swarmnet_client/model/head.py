@@ -1,13 +1,19 @@
-"""The local layers of a model, loaded, and its head at work: lm_head and the next tokens."""
+"""The local layers of a model, loaded, and its head at work: next tokens, and readers of prompts.
+
+A request may have a reader (``batching/answers.py``). The reader gets the outputs of the prompt
+piece by piece, in order, as they arrive. It has its result when the first token is there.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import numpy as np
+
 from swarmnet_client.model.load_options import LoadOptions
-from swarmnet_client.model.sampling import Draw, Token, choose
+from swarmnet_client.model.sampling import Draw, Token, choose, with_logprobs
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.models import LocalModel
 
@@ -51,6 +57,53 @@ class PromptReader(Protocol):
     def read(self, start: int, hidden: Array) -> None:
         """Take the outputs [N, D] at the positions from ``start``. A piece at position 0 begins
         anew: the prompt moved to another chain."""
+
+
+class PromptScores:
+    """The tokens of a prompt with the log probability that the model gave each of them."""
+
+    reads_all = True
+
+    def __init__(self, layers: Layers, ids: Sequence[int], top_logprobs: int) -> None:
+        self.tokens: list[Token] = []
+        """The first token has no log probability: nothing is before it."""
+        self._layers = layers
+        self._ids = ids
+        self._top_logprobs = top_logprobs
+
+    def read(self, start: int, hidden: Array) -> None:
+        self.tokens = [Token(self._ids[0]), *self.tokens[1 : start + 1]]
+        following = self._ids[start + 1 : start + 1 + len(hidden)]
+        if not following:
+            return
+        scores = self._layers.logits(hidden[: len(following)])
+        self.tokens += [
+            with_logprobs(row, token, self._top_logprobs)
+            for row, token in zip(scores, following, strict=True)
+        ]
+
+
+class PromptVector:
+    """The embedding of a prompt: normed outputs of the last block, of length 1.
+
+    Their mean, or the last of them for models that were trained to sum up a text there.
+    """
+
+    def __init__(self, layers: NormedLayers, *, mean: bool) -> None:
+        self._layers = layers
+        self.reads_all = mean
+        self._sum = np.zeros(0)
+
+    def read(self, start: int, hidden: Array) -> None:
+        found = self._layers.normed(hidden).sum(axis=0, dtype=np.float64)
+        self._sum = self._sum + found if self.reads_all and start else found
+
+    def vector(self, dimensions: int | None = None) -> Array:
+        """Return the embedding, float32, or its first ``dimensions`` (Matryoshka Representation
+        Learning, section 3)."""
+        cut = self._sum[:dimensions]
+        length = np.linalg.norm(cut)
+        return (cut / length if length else cut).astype(np.float32)
 
 
 def open_layers(local: LocalModel, options: LoadOptions) -> NormedLayers:

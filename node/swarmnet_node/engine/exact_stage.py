@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from swarmnet_node.engine.torch_layers.autograd_graphs import AutogradGraph
     from swarmnet_node.engine.torch_layers.torch_stage import TorchStage
     from swarmnet_protocols.models import LocalModel
+    from swarmnet_protocols.quantization.formats import Precision
     from swarmnet_protocols.quantization.packed_experts import ExpertsModule
-    from swarmnet_protocols.quantization.precisions import Precision
 
 Weights = Mapping[str, PackedTensor | Array]
 """Weights by their names in transformers' decoder stack."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from swarmnet_node.engine.kernels.backend import Backend
     from swarmnet_protocols.models import LocalModel
     from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts
-    from swarmnet_protocols.quantization.precisions import Precision
+    from swarmnet_protocols.quantization.formats import Precision
 
 _ACTIVATIONS = {"float32": "", "bfloat16": "/bf16", "float16": "/f16"}
 """The part of a precision that names the activations."""

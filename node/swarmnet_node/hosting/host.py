@@ -5,7 +5,7 @@
 2. A client that trains sends passes. Each pass has its own stream and keeps no state
    (``passes.py``).
 3. Clients upload adapters on separate streams, before the sessions and passes that name them
-   (``adapter_receiver.py``).
+   (``adapter_store.py``).
 
 When all slots are taken, the host ends a session, pass or link without work (``slots.py``).
 ``client_limits.py`` has the limits.
@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.scheduler import expected_wait_s
-from swarmnet_node.hosting.adapter_receiver import AdapterReceiver, AdapterStream
-from swarmnet_node.hosting.adapter_store import AdapterStore
+from swarmnet_node.hosting.adapter_store import AdapterReceiver, AdapterStore, AdapterStream
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_node.hosting.passes import HostedPass, PassStream

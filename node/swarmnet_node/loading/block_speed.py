@@ -13,7 +13,7 @@ from swarmnet_node.loading.reading import check_quantizable
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.machine.devices import pick_devices, pick_dtype
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.quantization.precisions import PRECISIONS
+from swarmnet_protocols.quantization.formats import PRECISIONS
 from swarmnet_protocols.quantization.products import SOURCE, times_by_format
 
 PROMPT_POSITIONS = 512

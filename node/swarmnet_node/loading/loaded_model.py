@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from swarmnet_node.experts.trunk import CacheOptions
     from swarmnet_protocols.directory.expert_announcements import BlockExperts
     from swarmnet_protocols.models import LocalModel
+    from swarmnet_protocols.quantization.formats import Precision
     from swarmnet_protocols.quantization.packed_experts import ExpertsModule
-    from swarmnet_protocols.quantization.precisions import Precision
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def read_model(
     from swarmnet_node.loading.fitting import fit
     from swarmnet_protocols.machine.devices import limit_memory, pick_devices, pick_dtype
     from swarmnet_protocols.models import resolve
-    from swarmnet_protocols.quantization.precisions import PRECISIONS
+    from swarmnet_protocols.quantization.formats import PRECISIONS
 
     devices = pick_devices(config.device)
     quantized = PRECISIONS.get(config.dtype)
@@ -201,7 +201,7 @@ def chosen_experts(text: str, counts: "Mapping[int, int]", model: str, *, has_bl
 
 def check_quantizable(model: "LocalModel") -> None:
     """Raise ``ConfigError`` unless the weights of ``model`` can be quantised."""
-    from swarmnet_protocols.quantization.precisions import UNQUANTIZED
+    from swarmnet_protocols.quantization.formats import UNQUANTIZED
 
     if model.precision.upper() not in {format.name for format in UNQUANTIZED}:
         raise ConfigError(

@@ -11,16 +11,18 @@ import asyncio
 import json
 import logging
 import math
+import secrets
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from hashlib import blake2b
 from pathlib import Path
 from typing import NoReturn
 
-from swarmnet_node.owner.distinct import DistinctNames
 from swarmnet_protocols.directory.host_announcements import MAX_NUMBER
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.machine.clock import Clock, wall_clock
@@ -44,6 +46,11 @@ CORE_WATTS = 10.0
 GPU_WATTS = 250.0
 """Assumed power of a busy GPU, above that of an idle one."""
 
+KEPT = 1024
+"""Most hashes that are kept. With 1024, an estimate errs by about 3 %. Half the error costs four
+times the bytes."""
+SALT_BYTES = 16
+_HASHES = 1 << 64
 _COUNTS = ("block_positions", "samples", "sent_bytes", "received_bytes")
 _TIMES = ("active_s", "cpu_s", "gpu_s", "since")
 _MILESTONES = (
@@ -59,6 +66,44 @@ _MILESTONES = (
     ("hours", 10_000, "given 10,000 hours"),
 )
 """Names of counts, their bounds in rising order, and the words of thanks."""
+
+
+@dataclass
+class DistinctNames:
+    """A set of names that keeps no name, only the ``KEPT`` smallest hashes (Bar-Yossef et al.,
+    2002, section 2.1).
+
+    Up to that many names, the count is exact. Beyond, the largest kept hash says how densely names
+    fill the range of hashes. The hashes are salted, so nobody can choose peer ids that inflate the
+    estimate. They hide no names: whoever has the file can check whether a peer is one of the
+    clients.
+    """
+
+    hashes: list[int] = field(default_factory=list)
+    """In rising order."""
+    salt: bytes = field(default_factory=lambda: secrets.token_bytes(SALT_BYTES))
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` for hashes or a salt that no count has."""
+        if not all(type(each) is int and 0 <= each < _HASHES for each in self.hashes):
+            raise ValueError("not the hashes of a count")
+        if len(self.hashes) > KEPT or self.hashes != sorted({*self.hashes}):
+            raise ValueError("not the order of a count")
+        if len(self.salt) != SALT_BYTES:
+            raise ValueError("not the salt of a count")
+
+    def add(self, name: str) -> None:
+        digest = int.from_bytes(blake2b(name.encode(), key=self.salt, digest_size=8).digest())
+        place = bisect_left(self.hashes, digest)
+        if self.hashes[place : place + 1] != [digest]:
+            self.hashes.insert(place, digest)
+            del self.hashes[KEPT:]
+
+    def count(self) -> int:
+        """Return the number of names, or an estimate if there are more than ``KEPT``."""
+        if len(self.hashes) < KEPT:
+            return len(self.hashes)
+        return round((KEPT - 1) * _HASHES / self.hashes[-1])
 
 
 @dataclass

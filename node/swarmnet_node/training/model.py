@@ -41,7 +41,7 @@ from swarmnet_protocols.models.peft_adapters import (
     write_adapter,
 )
 from swarmnet_protocols.models.public_names import name_for_peers
-from swarmnet_protocols.quantization.precisions import PRECISIONS, UNQUANTIZED
+from swarmnet_protocols.quantization.formats import PRECISIONS, UNQUANTIZED
 from swarmnet_protocols.training.job_settings import (
     Job,
     JobError,

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from swarmnet_protocols.arrays import Array
     from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts
     from swarmnet_protocols.models.partial_model import ModelBuilder
+    from swarmnet_protocols.quantization.formats import Precision
     from swarmnet_protocols.quantization.packed_experts import ExpertMatrices
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-    from swarmnet_protocols.quantization.precisions import Precision
     from swarmnet_protocols.quantization.products import Products
 
 CHECKS = 1

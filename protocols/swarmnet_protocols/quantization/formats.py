@@ -1,7 +1,12 @@
-"""The formats of packed weights: gguf's formats under gguf's numbers, and two for quantised
-safetensors checkpoints."""
+"""The formats of packed weights, and the precisions to which a host quantises weights when it loads
+them.
 
-from collections.abc import Mapping
+The formats are gguf's under gguf's numbers, and two for quantised safetensors checkpoints.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from gguf import GGML_QUANT_SIZES
@@ -43,3 +48,58 @@ BLOCKS: Mapping[Format, tuple[int, int]] = {
     Format.INT4: (64, 37),
 }
 """Format → (number of weights in a block, bytes of a block)."""
+
+
+GROUP = 32
+"""Weights of a row that share a scale in most formats. Rows whose length is not a multiple of it
+are not quantised."""
+_K_BLOCK = 256
+"""Weights of a block of gguf's K formats. Only rows whose length is a multiple of it have such
+formats."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A precision that a host can quantise to: ``format``, except for the modules in ``finer``,
+    whose weights have a format of more bits."""
+
+    name: str
+    format: Format
+    finer: Mapping[str, Format] = field(default_factory=dict)
+
+    def format_of(self, weight: str, columns: int) -> Format:
+        """The format for the tensor named ``weight``, whose rows have ``columns`` numbers. The last
+        part of its name, without ``.weight``, is its module."""
+        wanted = self.finer.get(weight.removesuffix(".weight").rpartition(".")[2], self.format)
+        return wanted if columns % _K_BLOCK == 0 else _FOR_OTHER_ROWS.get(wanted, wanted)
+
+    def bytes_of(self, weight: str, shape: Sequence[int]) -> int:
+        """Return the bytes of a weight of this shape, in 32 bits if it is not quantised."""
+        count = math.prod(shape)
+        if len(shape) == 1 or shape[-1] % GROUP:
+            return 4 * count
+        weights, size = BLOCKS[self.format_of(weight, shape[-1])]
+        return count // weights * size
+
+
+_FOR_OTHER_ROWS: Mapping[Format, Format] = {
+    Format.Q4_K: Format.Q5_0,
+    Format.Q5_K: Format.Q5_0,
+    Format.Q6_K: Format.Q8_0,
+}
+"""The formats that replace the K formats where the length of rows is not a multiple of 256."""
+_COSTLIEST = ("k_proj", "v_proj", "qkv_proj", "kv_a_proj_with_mqa", "kv_b_proj", "down_proj")
+_COSTLY = ("up_proj", "gate_up_proj")
+PRECISIONS: Mapping[str, Precision] = {
+    "int8": Precision("int8", Format.Q8_0),
+    # In these modules, rounding costs more perplexity for each bit than in the others
+    # (docs/decisions/0072).
+    "int4": Precision(
+        "int4",
+        Format.Q4_K,
+        dict.fromkeys(_COSTLIEST, Format.Q6_K) | dict.fromkeys(_COSTLY, Format.Q5_K),
+    ),
+}
+"""The precisions that a host can quantise to, by name."""
+UNQUANTIZED = frozenset({Format.F32, Format.F16, Format.BF16})
+"""The formats of weights that can be quantised."""

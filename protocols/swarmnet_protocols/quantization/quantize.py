@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from swarmnet_protocols.quantization.formats import BLOCKS, Format
+from swarmnet_protocols.quantization.formats import BLOCKS, GROUP, UNQUANTIZED, Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-from swarmnet_protocols.quantization.precisions import GROUP, UNQUANTIZED
 
 _PANEL_WEIGHTS = 1 << 18
 """Weights that are quantised at a time: few enough for the processor's cache."""

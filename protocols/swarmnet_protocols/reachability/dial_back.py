@@ -1,18 +1,22 @@
 """Probes: a peer dials another peer's ports and tells it the time.
 
-The other peer learns whether it can be reached and whether its clock is right.
+The other peer learns whether it can be reached and whether its clock is right. A client that finds
+no host compares its clock in this way (``advise_on_clock``).
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.machine.clock import Clock
-from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
+from swarmnet_protocols.machine.clock import Clock, clock_advice, wall_clock
+from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.dialling import Network, may_dial_back
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.multiaddr import Multiaddr, parse_ip, parse_multiaddrs
+from swarmnet_protocols.net.p2pd.transport import peer_of
+from swarmnet_protocols.net.protocol_ids import PROBE
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import probe_pb2 as pb
 
@@ -133,3 +137,31 @@ def ports_of(addresses: Iterable[str]) -> list[int]:
     """Return the distinct TCP ports of multiaddrs that do not lead through a relay."""
     found = (each.port for each in parse_multiaddrs(addresses) if each.kind == "tcp" and not each.is_relayed)
     return list(dict.fromkeys(found))
+
+
+MAX_CLOCKS = 3
+"""Most peers that are asked for the time. Their median counts."""
+CLOCK_S = 3.0
+"""Timeout in seconds for a peer to tell its time."""
+
+
+async def advise_on_clock(transport: Transport, addresses: Sequence[str]) -> str:
+    """Return advice to set the clock if it differs from the clocks of the peers at ``addresses``.
+
+    Empty if the clock agrees, or nobody answers. Records of hosts expire within a minute, so a
+    wrong clock makes every host look gone.
+    """
+    answers = await asyncio.gather(*(_clock_error_s(transport, each) for each in addresses[:MAX_CLOCKS]))
+    errors_s = [each for each in answers if each is not None]
+    return clock_advice(median(errors_s)) if errors_s else ""
+
+
+async def _clock_error_s(transport: Transport, address: str) -> float | None:
+    """Return how many seconds this machine's clock is behind a peer's; None without an answer."""
+    try:
+        async with asyncio.timeout(CLOCK_S):
+            peer = peer_of(address)
+            stream = await PROBE.open(transport, peer, addresses=[address], deadline_s=CLOCK_S)
+            return (await probe(stream, (), wall_clock)).behind_s
+    except (SwarmnetError, TimeoutError):
+        return None

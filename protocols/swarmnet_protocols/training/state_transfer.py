@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.download import download
 from swarmnet_protocols.fetching.hedging import hedged
-from swarmnet_protocols.fetching.piece_memory import PieceMemory
+from swarmnet_protocols.fetching.piece_file import PieceMemory
 from swarmnet_protocols.fetching.pieces import HASH_BYTES, PIECE_BYTES, ModelFile
 from swarmnet_protocols.machine.aio import News
 from swarmnet_protocols.net import Buffer, PeerId, Stream, Transport

@@ -19,9 +19,9 @@ from swarmnet.cli.options import (
     device_option,
 )
 from swarmnet.cli.peer_options import ClientOptions
-from swarmnet.cli.training.displays import Fields, display
+from swarmnet.cli.training.displays import Bar, Fields, Telling, display
 from swarmnet.cli.training.trackers import TensorboardOption, WandbOption, trackers
-from swarmnet.cli.training.tune_words import Words
+from swarmnet.units import counted, show_size
 from swarmnet_client.tuning.methods import (
     FORWARD_ONLY,
     LEARNING_RATES,
@@ -30,7 +30,7 @@ from swarmnet_client.tuning.methods import (
     TuneSettings,
     attach,
 )
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, how_to_add
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models import DEFAULT_MODEL
 from swarmnet_protocols.models.peft_adapters import require_peft
@@ -360,3 +360,63 @@ def _finish(tuned: Any, tuner: "Tuner", dataset: "Dataset", folder: "RunDir", ru
     last = summary["evaluations"][-1:] or [{}]
     about = {"path": str(folder.path), "curve": CURVE_FILE if has_curve else None, "run": run}
     return {"event": "done", "step": tuner.step, **last[0], **about}
+
+
+class Words:
+    """The events of one run as sentences, with the total of bytes so far."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._sent = 0
+        self._received = 0
+
+    def tell(self, event: Fields) -> Telling:
+        """Return the sentence of an event. Call it with every event of a run, in order."""
+        sentence, kind = self._sentence(event), event["event"]
+        bar = Bar("steps", event["step"], self._steps) if kind in {"begin", "step"} else None
+        summary = sentence if kind == "step" else None
+        return Telling(sentence, kind not in {"step", "saved"}, summary, bar)
+
+    def _sentence(self, event: Fields) -> str:
+        self._sent += event.get("bytes_sent", 0)
+        self._received += event.get("bytes_received", 0)
+        match event["event"]:
+            case "begin":
+                return self._beginning(event)
+            case "step":
+                text = (
+                    f"step {event['step']} of {self._steps}: loss {event['loss']:.4f}, "
+                    f"{event['tokens_per_s']:.0f} tokens/s, "
+                    f"{show_size(self._sent)} sent, {show_size(self._received)} received"
+                )
+                lost = event["failovers"]
+                return text + (f", {counted(lost, 'host')} replaced" if lost else "")
+            case "eval":
+                return f"step {event['step']}: held-out {_scores(event)}"
+            case "saved":
+                return f"saved after step {event['step']}"
+            case "stopped":
+                return f"stopped; the same command continues after step {event['step']}, which is saved"
+            case "done":
+                scores = f" Held-out {_scores(event)}." if "val_loss" in event else ""
+                curve = "" if event["curve"] else f" No loss.png: {how_to_add('matplotlib')}."
+                return f"done: the adapter is in {event['path']}.{scores}{curve}\nrun it: {event['run']}"
+            case kind:
+                raise ValueError(kind)
+
+    def _beginning(self, event: Fields) -> str:
+        self._steps = event["steps"]
+        parts = [
+            f"{event['method']}: {event['trained_parameters']:,} parameters, {counted(event['rows'], 'row')}, "
+            f"{counted(event['steps'], 'step')}; held out for evaluation: {counted(event['held_out'], 'row')}"
+        ]
+        if event["cut"]:
+            parts.append(f"cut off at --max-length: {counted(event['cut'], 'row')}")
+        if event["step"]:
+            parts.append(f"continuing after step {event['step']}")
+        return "\n".join(parts)
+
+
+def _scores(event: Fields) -> str:
+    accuracy = f", accuracy {event['accuracy']:.1%}" if "accuracy" in event else ""
+    return f"loss {event['val_loss']:.4f}{accuracy}"

@@ -13,7 +13,7 @@ from swarmnet.gateway.generation.tokenization import PreparedPrompt
 from swarmnet.gateway.metrics import ModelMetrics
 from swarmnet_client.batching.answers import Prefill, Request
 from swarmnet_client.batching.continuous_batching import BatchedModel
-from swarmnet_client.model.prompt_readers import PromptScores
+from swarmnet_client.model.head import PromptScores
 from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import in_background

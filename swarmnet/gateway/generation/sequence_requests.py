@@ -9,7 +9,7 @@ from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest
 from swarmnet.gateway.generation.tokenization import PreparedPrompt, PromptTokenizer
 from swarmnet_client.batching import answers
 from swarmnet_client.batching.continuous_batching import BatchedModel
-from swarmnet_client.model.prompt_readers import PromptScores
+from swarmnet_client.model.head import PromptScores
 
 
 async def prepare_prompts(wanted: GenerationRequest, tokenizer: PromptTokenizer) -> list[PreparedPrompt]:

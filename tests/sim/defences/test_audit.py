@@ -25,7 +25,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.quantization.precisions import PRECISIONS
+from swarmnet_protocols.quantization.formats import PRECISIONS
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog

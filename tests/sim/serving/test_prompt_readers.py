@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.model.head import PromptReader
+from swarmnet_client.model.head import PromptReader, PromptScores, PromptVector
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_client.model.local_layers import LocalLayers
-from swarmnet_client.model.prompt_readers import PromptScores, PromptVector
 from swarmnet_protocols.arrays import as_tensor
 from tests.support.models.rounding import TINY_TERMS, assert_near
 from tests.support.swarm.batching import answered, batcher, request

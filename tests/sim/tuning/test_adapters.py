@@ -16,7 +16,7 @@ from swarmnet_client.chain.adapter_upload import ATTEMPTS
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
-from swarmnet_node.hosting import adapter_receiver
+from swarmnet_node.hosting import adapter_store
 from swarmnet_protocols.arrays import Array, as_tensor
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, SESSION
@@ -344,7 +344,7 @@ def test_a_standby_gets_a_long_adapter_while_the_chain_is_whole(
 ) -> None:
     """Its chunks extend the deadline of a repair, and none is running."""
     protocol = replace(ADAPTER, max_payload_bytes=256)
-    for module in adapter_upload, adapter_receiver:
+    for module in adapter_upload, adapter_store:
         monkeypatch.setattr(module, "ADAPTER", protocol)
 
     async def scenario(lab: Lab) -> None:

@@ -21,7 +21,7 @@ from swarmnet_node.engine.torch_layers.torch_stage import TorchStage
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.quantization.precisions import PRECISIONS
+from swarmnet_protocols.quantization.formats import PRECISIONS
 from swarmnet_protocols.quantization.products import load_products
 from tests.support.compiled import compiled_backend
 from tests.support.models.tiny import save_tiny_llama

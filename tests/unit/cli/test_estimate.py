@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet.cli.estimate import estimate, weight_bytes
+from swarmnet.cli.consent import estimate, weight_bytes
 from swarmnet_protocols.models.public_names import DEFAULT_MODEL
 
 

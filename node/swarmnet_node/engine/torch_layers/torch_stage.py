@@ -55,8 +55,8 @@ from swarmnet_protocols.machine.devices import torch_device, torch_dtype
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.partial_model import weight_bytes, with_blocks
 from swarmnet_protocols.models.sizes import LayerWidths
+from swarmnet_protocols.quantization.formats import Precision
 from swarmnet_protocols.quantization.packed_experts import ExpertsModule, add_experts
-from swarmnet_protocols.quantization.precisions import Precision
 
 if TYPE_CHECKING:
     from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts, ExpertPlace
+    from swarmnet_protocols.quantization.formats import Precision
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-    from swarmnet_protocols.quantization.precisions import Precision
     from swarmnet_protocols.quantization.products import Products
 
 _CHUNK_BYTES = 1 << 20

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from swarmnet.cli.training.displays import Lines, bars
-from swarmnet.cli.training.tune import _train
-from swarmnet.cli.training.tune_words import Words
+from swarmnet.cli.training.tune import Words, _train
 
 BEGIN = {
     "event": "begin",

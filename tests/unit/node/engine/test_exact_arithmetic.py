@@ -13,7 +13,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.quantization.precisions import PRECISIONS
+from swarmnet_protocols.quantization.formats import PRECISIONS
 from swarmnet_protocols.routing import host_info
 from tests.support.compiled import compiled_backend
 from tests.support.models.tiny_models import save_tiny

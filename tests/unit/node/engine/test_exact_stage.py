@@ -20,7 +20,7 @@ from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.llama_shape import LlamaShape
-from swarmnet_protocols.quantization.precisions import PRECISIONS
+from swarmnet_protocols.quantization.formats import PRECISIONS
 from swarmnet_protocols.quantization.products import load_products
 from tests.support.models.peft_oracle import random_tensors
 from tests.support.models.rounding import assert_near

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from swarmnet_node.owner.distinct import DistinctNames
 from swarmnet_node.owner.given import (
     COUNT_EVERY_S,
     GIVEN_NAME,
     SAVE_EVERY_S,
+    DistinctNames,
     Given,
     GivenKeeper,
     load_given,

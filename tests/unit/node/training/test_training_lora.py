@@ -19,7 +19,7 @@ from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.partial_model import weight_bytes
-from swarmnet_protocols.quantization.precisions import PRECISIONS
+from swarmnet_protocols.quantization.formats import PRECISIONS
 from swarmnet_protocols.training.job_settings import JobError, ModelSection
 from swarmnet_protocols.training.memory_needs import MemoryNeeds
 from tests.support.models.rounding import assert_near

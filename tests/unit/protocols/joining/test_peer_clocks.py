@@ -8,13 +8,12 @@ import pytest
 
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import NoRoute
-from swarmnet_protocols.joining import peer_clocks
 from swarmnet_protocols.joining.network import Trust
-from swarmnet_protocols.joining.peer_clocks import advise_on_clock
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import PROBE
-from swarmnet_protocols.reachability.dial_back import Probes
+from swarmnet_protocols.reachability import dial_back
+from swarmnet_protocols.reachability.dial_back import Probes, advise_on_clock
 from swarmnet_protocols.timing import Timing
 from tests.support.network import virtual_time
 from tests.support.network.memory_directory import MemoryBoard, MemoryDirectory
@@ -61,8 +60,8 @@ def advice(*errors_s: float | None) -> str:
 def test_the_median_of_the_peers_that_answer_counts(
     errors_s: tuple[float | None, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_clocks, "wall_clock", lambda: NOW)
-    monkeypatch.setattr(peer_clocks, "CLOCK_S", 0.2)
+    monkeypatch.setattr(dial_back, "wall_clock", lambda: NOW)
+    monkeypatch.setattr(dial_back, "CLOCK_S", 0.2)
     found = advice(*errors_s)
     assert (said in found) if said else not found
 

@@ -19,10 +19,10 @@ from swarmnet_protocols.fetching import pieces
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from swarmnet_protocols.models.partial_model import ModelBuilder
+from swarmnet_protocols.quantization.formats import PRECISIONS
 from swarmnet_protocols.quantization.packed_experts import PackedExperts, compute_expert, compute_experts
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-from swarmnet_protocols.quantization.precisions import PRECISIONS
 from tests.defences import nothing
 from tests.support.gguf.packed_matrices import values_of
 from tests.support.models import big_model

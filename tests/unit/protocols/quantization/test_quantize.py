@@ -18,10 +18,9 @@ from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 from swarmnet_protocols.quantization import quantize as module
-from swarmnet_protocols.quantization.formats import Format
+from swarmnet_protocols.quantization.formats import PRECISIONS, Format
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-from swarmnet_protocols.quantization.precisions import PRECISIONS
 from swarmnet_protocols.quantization.quantize import GROUP, can_be_quantized, quantize
 from tests.support.compiled import compiled_backend
 from tests.support.gguf.packed_matrices import values_of

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
+from swarmnet_client.hosts.exclusions import BAN_MAX_S, BAN_S, Bans
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing import chain_view, coordinates
-from swarmnet_protocols.routing.bans import BAN_MAX_S, BAN_S, Bans
 from swarmnet_protocols.routing.chain_search import CANDIDATES_PER_BLOCK, _shortlist, find_chain
 from swarmnet_protocols.routing.chain_view import UNKNOWN_DELAY_S, Hop, View, credible, pair_of
 from swarmnet_protocols.routing.coordinates import Coordinate

@@ -18,7 +18,7 @@ from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.quantization.precisions import PRECISIONS
+from swarmnet_protocols.quantization.formats import PRECISIONS
 from tests.support.compiled import compiled_backend
 from tests.support.models.peft_oracle import random_tensors
 from tests.support.models.tiny_models import save_tiny
