@@ -142,7 +142,6 @@ def _reason(span: tuple[int, int], replicas: Sequence[int]) -> str:
 
 
 def _with(number: int, replicas: Sequence[int]) -> list[int]:
-    """Return the blocks that have this number of hosts."""
     return [block for block, hosts in enumerate(replicas) if hosts == number]
 
 

@@ -92,7 +92,6 @@ class BodyParser:
             raise ApiError(400, f"a number has more than {MAX_DIGITS} digits", "invalid_json")
 
     def _outside_strings(self, body: bytes) -> bytes:
-        """Return the JSON without the contents of its strings."""
         parts = body.split(b'"', self.max_quotes + 1)
         if len(parts) > self.max_quotes + 1:
             raise _too_large(f"the body has more than {self.max_quotes} quotation marks")

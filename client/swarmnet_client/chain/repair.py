@@ -167,7 +167,6 @@ class ChainRepair:
         self.hosts.chain_opened(self.hops[0].peer, self.hops[-1].peer)
 
     def _explain(self, missing: list[tuple[int, int]]) -> SwarmnetError:
-        """Return the error for a chain that cannot be repaired."""
         no_route = partial(self.hosts.no_route, missing, continues=self.continues)
         error = explain(self.last_error or no_route())
         is_unhosted = isinstance(self.last_error, Unreachable) or not self.hosts.known

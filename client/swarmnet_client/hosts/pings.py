@@ -123,7 +123,6 @@ class PingMonitor:
         await cancel(*self._pings.values())
 
     async def _ping(self, host: HostInfo) -> None:
-        """Ping one host until it fails."""
         with suppress(SwarmnetError):
             pings = await PING.open(self._transport, host.peer, self._timing, addresses=host.addresses)
             with closing(pings):

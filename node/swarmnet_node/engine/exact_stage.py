@@ -161,7 +161,6 @@ class ExactStage(Stage):
 
     @cached_property
     def _torch(self) -> "TorchStage":
-        """The same layers in torch."""
         from swarmnet_node.engine.torch_layers.torch_stage import TorchStage
 
         threads.current()  # becomes torch's setting

@@ -248,7 +248,6 @@ class HostedSession:
             await self._downstream.close()
 
     def _free(self) -> None:
-        """Free all memory. Idempotent."""
         self._sequences.release()
         self._log_reservation.release()
         self._received.forget()

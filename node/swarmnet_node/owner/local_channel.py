@@ -91,8 +91,6 @@ def dialling(data_dir: Path) -> Iterator[tuple[grpc.Channel, Token] | None]:
 
 
 class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without the token."""
-
     def __init__(self, token: str) -> None:
         self._token = token.encode()
         self._refusal = grpc.unary_unary_rpc_method_handler(_refuse)

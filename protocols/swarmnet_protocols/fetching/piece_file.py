@@ -303,7 +303,6 @@ class PieceFile:
 
 
 def _place(piece: int) -> slice:
-    """Return the place of a piece's hash in a table."""
     return slice(piece * HASH_BYTES, (piece + 1) * HASH_BYTES)
 
 

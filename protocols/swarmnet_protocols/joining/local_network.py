@@ -285,7 +285,6 @@ class LocalNetwork:
         return is_new
 
     def _forget(self, name: str) -> None:
-        """Forget the instance of this name, which has left."""
         for peer, names in list(self._found.items()):
             names.pop(name, None)
             if not names:

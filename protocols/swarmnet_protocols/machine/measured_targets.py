@@ -121,7 +121,6 @@ def _count(times: object) -> int:
 
 
 def _paces(libraries: Sequence[Path], cases: Sequence[tuple[int, ...]]) -> str:
-    """Return what the measuring process prints."""
     arguments = [str(native_code.openmp_of_torch()), str(MEASURE_S), json.dumps(cases), *map(str, libraries)]
     try:
         done = subprocess.run(

@@ -167,7 +167,6 @@ def _hub_part(hub: HubFiles, name: str) -> Path:
 
 @contextmanager
 def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
-    """Convert the errors of huggingface_hub."""
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,

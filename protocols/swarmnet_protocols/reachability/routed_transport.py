@@ -295,7 +295,6 @@ class RoutedTransport(TransportWrapper):
             self.direct.endpoint.start(self._accept(reservation, incoming, hello))
 
     async def _accept(self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes) -> None:
-        """Accept a circuit, and serve its stream."""
         try:
             self._accepting[reservation.relay] += 1
             try:

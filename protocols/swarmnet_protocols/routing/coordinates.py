@@ -137,7 +137,6 @@ class OwnCoordinate:
         self.coordinate = replace(moved, adjustment_s=median(self._residuals) / 2)
 
     def _direction(self) -> tuple[float, ...]:
-        """Return a random unit vector."""
         drawn = [self._rng.gauss(0.0, 1.0) for _ in range(DIMENSIONS)]
         norm = math.hypot(*drawn) or 1.0
         return tuple(number / norm for number in drawn)

@@ -26,7 +26,6 @@ def digest(values: Array) -> bytes:
 
 
 def _position_digests(values: Array) -> bytes:
-    """Return the SHA-256 of each position, concatenated."""
     _, payload = encode_tensor(values)
     size = len(payload) // max(1, len(values))
     return b"".join(

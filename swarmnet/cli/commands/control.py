@@ -259,7 +259,6 @@ def _print(running: "NodeStatus") -> None:
 
 
 def _node_rows(node: "NodeStatus") -> dict[str, object]:
-    """Return the rows that only a node has."""
     mebibyte = 1 << 20
     host, record = node.host, node.host.record
     moving_to = _moving_to(record)

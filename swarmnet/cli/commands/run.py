@@ -251,7 +251,6 @@ def _open_model(
     adapter: Path,
     **options: Any,
 ) -> Iterator[Answerer]:
-    """Open a transformers model with an adapter."""
     with progress(quiet=screen.as_json) as report:
         report("finding the swarm", 0, None)
         import_transformers()

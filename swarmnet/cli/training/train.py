@@ -112,7 +112,6 @@ def create(  # noqa: PLR0913 - a command line, not an interface
 
 
 def _on_hub(job: "Job") -> set[str]:
-    """Return the names of what a job takes from the hub."""
     names = {job.model.checkpoint, *(source.hub for source in job.data.sources)}
     return {name for name in names if name is not None}
 

@@ -123,7 +123,6 @@ def answer_grammar(
 
 
 def _free_text(form: AnswerForm, literals: Literals) -> str:
-    """Return the terminal of a text that makes no call."""
     if form.tools.marker:
         return literals.without(form.tools.marker)
     begin = re.escape((form.tools.first + form.tools.begin)[0])
@@ -222,7 +221,6 @@ def _with_commas(number: int, parts: list[tuple[str, bool]]) -> list[str]:
 
 
 def _value_rule(schema: Any, shared: Mapping[str, Any], form: ToolFormat) -> str:
-    """Return the rule of one argument's value."""
     kind = schema.get("type") if isinstance(schema, dict) else None
     if form.arguments == "python" and kind in _LITERALS:
         return _LITERALS[kind]

@@ -91,7 +91,6 @@ class CompletionWriter(AnswerWriter):
         return server_sent(error.body()), DONE
 
     def _choice(self, choice: AnsweredChoice) -> dict[str, Any]:
-        """Return a choice of a whole response."""
         return {
             "index": choice.index,
             "text": choice.text,
@@ -100,7 +99,6 @@ class CompletionWriter(AnswerWriter):
         }
 
     def _chunk_choice(self, event: Delta) -> dict[str, Any]:
-        """Return the choice of a chunk."""
         return self._choice(whole_choices([event])[0])
 
     def _chunk(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:

@@ -64,7 +64,6 @@ def is_llama(layers: Sequence[DecoderLayer]) -> bool:
 
 
 def _products(layer: nn.Module, family: Family) -> dict[str, tuple[str, ...]]:
-    """Return the paths of the linear modules of each product."""
     qkv = family.qkv
     if family.has_shared_values and _module(layer, qkv[-1]) is None:
         qkv = (*qkv[:-1], qkv[-2])
@@ -134,7 +133,6 @@ def _eps(norm: Any) -> float | None:
 
 
 def _has_frequencies(rotary: nn.Module, shape: BlockShape) -> bool:
-    """Return whether the rotary embedding of a shape is one of a model's."""
     if shape.rotary is None:
         return True
     mine = torch.tensor(shape.rotary.frequencies, dtype=torch.float64)

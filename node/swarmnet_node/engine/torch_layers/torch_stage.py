@@ -446,7 +446,6 @@ def _products_of(layer: DecoderLayer) -> dict[str, tuple[str, ...]]:
 
 
 def _rotary_of(layer: DecoderLayer) -> Rotary:
-    """Return the rotary embedding of a layer, as transformers has it."""
     rotary = layer.shape.rotary
     assert rotary is not None  # noqa: S101 - the layers have the Llama shape
     frequencies = torch.tensor(rotary.frequencies)

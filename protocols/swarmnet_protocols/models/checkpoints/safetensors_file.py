@@ -370,7 +370,6 @@ class SafetensorsCheckpoint:
         return found | reader.finish()
 
     def _tensor(self, name: str, *, is_mapped: bool) -> StoredTensor:
-        """Return a tensor of the language model."""
         file = self._file_of[name]
         found = self._tensors(file).get(name)
         if found is None:

@@ -48,8 +48,6 @@ class Place(Generic[T]):
 
 
 class _Subnet(Generic[T]):
-    """The places of one subnet, by peer."""
-
     def __init__(self) -> None:
         self.amount = 0
         self.places: dict[PeerId, dict[T, Place[T]]] = {}

@@ -104,7 +104,6 @@ def place_experts(
 
 
 def _rooms(use: ExpertUse, peers: Sequence[ExpertPeer]) -> list[int]:
-    """Return the number of experts that each peer may hold."""
     every = use.blocks * use.experts
     most = [min(peer.capacity, every) for peer in peers]
     if sum(most) < every:

@@ -227,7 +227,6 @@ def _layer(config: Any, block: int) -> Any:
 
 
 def _head_size(config: Any, kind: str = "full_attention") -> int:
-    """Return the size of heads in blocks with this kind of attention."""
     kinds = getattr(config, "layer_types", None) or []
     layer = _layer(config, kinds.index(kind) if kind in kinds else 0)
     return int(getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -192,7 +192,6 @@ class GgufCheckpoint:
         return found
 
     def _numbers(self, name: str) -> list[float]:
-        """Return the values of a small tensor."""
         tensor = self._tensors[name]
         with self._paths[self._file_of[name]].open("rb") as file:
             file.seek(tensor.offset)

@@ -140,7 +140,6 @@ def _check_ids(tokenizer: Any, count: int) -> None:
 
 
 def _types(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Return the type of each token, in the order of their ids."""
     tokens = fields["tokens"]
     stated = fields.get("token_type") or [_NORMAL] * len(tokens)
     return {
