@@ -436,7 +436,7 @@ class AgentFormat(OpenModel):
     """The form of an answer, as agents ask for it."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     def output(self) -> OutputFormat | None:
         """Return the form for the core."""
