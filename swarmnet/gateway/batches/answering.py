@@ -56,7 +56,6 @@ class LineAnswerer:
         Waits for the quota of the account. Raises ``Unreachable`` if the swarm does not answer for
         ``PATIENCE_S``.
         """
-        await asyncio.sleep(0)  # many invalid lines in a row would block the event loop
         endpoint: GenerationEndpoint[Any] = ENDPOINTS[line.url]
         try:
             body = validated({"model": self.served_as.model, **line.body}, endpoint.body)
