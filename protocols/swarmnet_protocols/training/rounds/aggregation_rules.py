@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs.values import Values
 
+T = TypeVar("T")
 AGGREGATORS = ("mean", "median", "centered-clip")
 CLIP_ITERATIONS = 20
 TINY = 1e-30
@@ -256,12 +258,19 @@ class AggregationRules:
     def named(cls, name: str, max_weight: float, *, exact: bool = False) -> "AggregationRules":
         """Return the rules of a job with the aggregator ``name``. Robust ones are verifiable.
 
+        They count each contribution once: nobody can check how many tokens a worker trained on.
         ``exact``: a mean clips no contribution. Workers of a stage count few or many tokens, so the
         norms of honest gradients differ, and clipped ones would be another gradient.
         """
         mean = weighted_mean if exact else clipped_mean
-        aggregator = mean if name == "mean" else partial(_aggregate_clipped, name)
-        return cls(aggregator, outliers, max_weight, name != "mean")
+        if name == "mean":
+            return cls(mean, outliers, max_weight)
+        robust = partial(_aggregate_clipped, name)
+        return cls(partial(_equally, robust), partial(_equally, outliers), max_weight, verifiable=True)
+
+
+def _equally(rule: Callable[..., T], rows: Any, weights: Tensor) -> T:
+    return rule(rows, torch.ones_like(weights))
 
 
 def _aggregate_clipped(name: str, rows: Tensor, weights: Tensor) -> Tensor:

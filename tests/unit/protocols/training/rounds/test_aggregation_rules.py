@@ -11,12 +11,14 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.rounds import aggregation_rules as module
 from swarmnet_protocols.training.rounds.aggregation_rules import (
     AGGREGATORS,
+    AggregationRules,
     aggregate,
     centered_clip,
     clip_to_median_norm_,
     mix_neighbours,
     outliers,
 )
+from tests.defences import Patch, defence
 from tests.support.models.rounding import assert_near
 from tests.support.training.attacks import ATTACKS
 
@@ -136,6 +138,21 @@ def test_a_weighted_median_has_half_of_the_weight_on_either_side() -> None:
     assert aggregate("median", column, torch.tensor([1.0, 1.0, 1.0])).item() == 3.0
     assert aggregate("median", column, torch.tensor([3.0, 1.0, 1.0])).item() == 5.0
     assert aggregate("median", column, torch.tensor([2.0, 1.0, 1.0])).item() == 4.0
+
+
+def believe_tokens(patch: Patch) -> None:
+    patch.setattr(module, "_equally", lambda rule, rows, weights: rule(rows, weights))
+
+
+@defence("under a robust rule, claimed tokens have no weight", off=believe_tokens, name="median")
+@pytest.mark.parametrize("name", ["median", "centered-clip"])
+def test_a_worker_that_claims_most_tokens_outweighs_nobody(name: str) -> None:
+    """Of three workers of a stage, the liar announced sixteen times the speed of the others."""
+    rules, weights = AggregationRules.named(name, 64.0), torch.tensor([16.0, 1.0, 1.0])
+    for lie in (-1.0, 0.001):
+        rows = torch.tensor([lie, 1.0, 1.0])[:, None].repeat(1, 8)
+        assert rules.screen(list(rows), weights) == [""] * 3
+        assert rules.aggregate(rows, weights).min() > 0.5
 
 
 def test_norms_above_the_median_are_clipped_to_the_median() -> None:
