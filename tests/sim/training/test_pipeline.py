@@ -35,13 +35,15 @@ def staged_lab(folder: Path, **changes: Any) -> StageLab:
 
 
 @pytest.mark.parametrize("family", [LLAMA, MOE], ids=["llama", "moe"])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_stages_train_like_one_process(workers: int, family: str, tmp_path: Path) -> None:
-    lab = staged_lab(tmp_path, family=family, rounds=4, workers=workers)
+@pytest.mark.parametrize(
+    ("workers", "rounds"), [(1, 4), (3, 4), pytest.param(3, 200, marks=pytest.mark.thorough)]
+)
+def test_stages_train_like_one_process(workers: int, rounds: int, family: str, tmp_path: Path) -> None:
+    lab = staged_lab(tmp_path, family=family, rounds=rounds, workers=workers)
     run(train(lab, *names(dict.fromkeys(range(4), workers))))
 
     job = lab.files.applied_to(open_job(lab.sealed).job)
-    expected = whole_losses(job, tmp_path, workers, 4)
+    expected = whole_losses(job, tmp_path, workers, rounds)
     assert list(lab.losses().values()) == pytest.approx(expected, rel=1e-5)
 
 
