@@ -2,9 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import sub
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_node.owner.given import Given
@@ -13,6 +14,8 @@ from swarmnet_protocols.training.jobs import SealedJob
 from swarmnet_protocols.wire import report_pb2 as pb
 
 if TYPE_CHECKING:
+    from swarmnet_protocols.training.pacing import WorkerPace
+    from swarmnet_protocols.training.pipeline.microbatches import BoundaryBytes
     from swarmnet_protocols.training.rounds.round_runner import Outcome
 
 EventHandler = Callable[[dict[str, Any]], None]
@@ -35,17 +38,37 @@ _STATES = {
 }
 
 
-class Meters(NamedTuple):
-    """Readings of a worker. The event "round" has their increase since the last round."""
+@dataclass
+class RoundMeter:
+    """Measures the time of a worker's rounds, and the ``traffic`` of its stage's boundaries."""
 
-    round_s: float = 0.0
-    compute_s: float = 0.0
-    forward_bytes: int = 0
-    backward_bytes: int = 0
-    boundary_received: int = 0
+    pace: "WorkerPace"
+    traffic: "BoundaryBytes"
+    _before: Sequence[float] = ()
 
-    def since(self, before: "Meters") -> "Meters":
-        return Meters(*map(sub, self, before))
+    def begin(self) -> Sequence[Any]:
+        """Begin to measure a round. Return the increase of all readings since the last one."""
+        now, traffic, before = asyncio.get_running_loop().time(), self.traffic, self._before
+        self._before = now, self.pace.computed_s, traffic.forward, traffic.backward, traffic.received
+        return list(map(sub, self._before, before))
+
+    def fields(self, outcome: "Outcome", wait_s: float | None) -> dict[str, Any]:
+        """Return the fields of the event "round" about the time since the last one.
+
+        ``wait_s``: what this worker waited for its exchange. None: all time without computing
+        counts.
+        """
+        round_s, computed_s, forward, backward, received = self.begin()
+        compute_s = min(computed_s, round_s)
+        return {
+            "round_s": round(round_s, 3),
+            "compute_s": round(compute_s, 3),
+            "wait_s": round(round_s - compute_s if wait_s is None else wait_s, 3),
+            "forward_bytes": forward,
+            "backward_bytes": backward,
+            "bytes_sent": outcome.bytes_sent + forward + backward,
+            "bytes_received": outcome.bytes_received + received,
+        }
 
 
 def exchange_fields(outcome: "Outcome") -> dict[str, Any]:

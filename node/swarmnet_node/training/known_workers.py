@@ -13,7 +13,7 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition, catch_up, continued, join
-from swarmnet_protocols.training.job_records import find_workers
+from swarmnet_protocols.training.job_records import find_records
 from swarmnet_protocols.training.rounds.terms import RoundMember
 
 DISTRUST_S = 120.0
@@ -86,8 +86,8 @@ class KnownWorkers:
         if not at_once and _now() - self._refreshed_s < self.pause_s():
             return
         self._refreshed_s = _now()
-        workers = await find_workers(self._directory, self._job_id, also_spare=False)
-        found = {each.peer: each for each in workers}
+        records = await find_records(self._directory, self._job_id)
+        found = {each.worker.peer: each.worker for each in records if each.trains}
         if found:  # otherwise the directory did not answer
             mates = {peer: each for peer, each in self._known.items() if peer in self._mates}
             self._known = {

@@ -138,19 +138,10 @@ def worker_announcement(  # noqa: PLR0913 - the fields of the record
     return Announcement(f"train/{job_id}", record.SerializeToString(), lifetime_s)
 
 
-async def find_workers(
-    directory: Directory, job_id: str, *, also_left: bool = False, also_spare: bool = True
-) -> dict[RoundMember, WorkerPosition]:
-    """Return the workers with a valid record for the job, ordered by peer id.
-
-    ``also_left``: include workers that left in good order. These have no addresses.
-    ``also_spare``: include workers that wait for a place in the job.
-    """
-    return {
-        record.worker: record.position
-        for record in await find_records(directory, job_id)
-        if (record.worker.addresses or also_left) and (also_spare or not record.spare) and not record.copy
-    }
+async def find_workers(directory: Directory, job_id: str) -> dict[RoundMember, WorkerPosition]:
+    """Return the workers that have not left, ordered by peer id, with their positions."""
+    found = await find_records(directory, job_id)
+    return {each.worker: each.position for each in found if each.is_here}
 
 
 @dataclass(frozen=True)
@@ -168,13 +159,18 @@ class StageRecord:
     """The worker leaves as soon as another one has its state."""
 
     @property
+    def is_here(self) -> bool:
+        """True if the worker trains the stage or waits for a place, and has not left."""
+        return bool(self.worker.addresses) and not self.copy
+
+    @property
     def trains(self) -> bool:
         """True if the worker has a place in the stage, and has not left."""
-        return bool(self.worker.addresses) and not self.copy and not self.spare
+        return self.is_here and not self.spare
 
 
 async def find_records(directory: Directory, job_id: str) -> list[StageRecord]:
-    """Return all valid records of workers, ordered by peer id. See ``find_workers``."""
+    """Return all valid records, ordered by peer id. Workers that left have no addresses."""
     found = []
     for record in await directory.lookup(f"train/{job_id}"):
         try:

@@ -205,12 +205,13 @@ class Observer:
             self._workers |= await self._look_up_each(self._jobs, self._workers_of)
 
     async def _workers_of(self, job_id: str) -> "dict[RoundMember, WorkerPosition]":
-        from swarmnet_protocols.training.job_records import find_workers
+        from swarmnet_protocols.training.job_records import find_records
         from swarmnet_protocols.training.pipeline.stages import groups
 
         found: dict[RoundMember, WorkerPosition] = {}
         for group in groups(job_id, self._jobs[job_id].stages):
-            found |= await find_workers(self._directory, group, also_left=True)
+            records = await find_records(self._directory, group)
+            found |= {each.worker: each.position for each in records if not each.copy}
         return found
 
     async def _find_peers(self) -> None:

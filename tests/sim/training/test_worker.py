@@ -13,7 +13,7 @@ from swarmnet_node.training.replica import RESIDUAL
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import EXCHANGE, MATCHMAKING
-from swarmnet_protocols.training.job_records import find_workers
+from swarmnet_protocols.training.job_records import find_records, find_workers
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.support.network.memory_directory import MemoryDirectory
@@ -74,8 +74,8 @@ def test_a_worker_that_leaves_says_so_in_the_directory(tmp_path: Path) -> None:
             directory = MemoryDirectory(lab.board, reader, SWARM)
             job = open_job(lab.sealed).id
             assert not await find_workers(directory, job)
-            left = await find_workers(directory, job, also_left=True)
-        return [(position.round, worker.addresses) for worker, position in left.items()]
+            left = await find_records(directory, job)
+        return [(each.position.round, each.worker.addresses) for each in left]
 
     assert run(scenario()) == [(ROUNDS, ())] * 3
 

@@ -138,7 +138,7 @@ class StageMover:
             (at, each)
             for at, records in enumerate(workers.records)
             for each in records
-            if each.worker.addresses and not each.copy and not each.leaving and each.worker.peer != me
+            if each.is_here and not each.leaving and each.worker.peer != me
         ]
         known = [each.worker.round_s for _, each in others if each.worker.round_s] or [batch_s or 1.0]
         usual = median(known)

@@ -10,9 +10,9 @@ Each look reads the directory (``StageWorkers``), asks workers, and calls ``deci
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from swarmnet_node.training.pipeline.pipeline import Pipeline
@@ -42,6 +42,7 @@ HAND_OVER_S = 180.0
 owner waits longer for a worker that may never come. With less, a large state is not copied in
 time."""
 _ONLY_WORKER = "this is the only worker of its stage; it leaves as soon as another one has its state"
+_NO_EVALUATION = "the other stages did not compute it in time"
 _NO_TAKER = "no other worker took the state of this stage; start this machine again to go on with it"
 
 
@@ -65,6 +66,8 @@ class StagePart:
     """True if the job ended without the worker."""
     is_stranded: bool = False
     """True while the other stages went on without this worker's stage."""
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the worker leaves."""
     told: str = ""
     """The reason why the stage cannot go on, as it was told last."""
 
@@ -157,11 +160,34 @@ class StagePart:
         self.stop()
         return True
 
-    async def hand_over(self, announce: Callable[[], Awaitable[object]]) -> None:
-        """Wait until another worker has the state of this stage.
+    async def evaluate(
+        self, round: int, contributors: Sequence[PeerId], most_s: float
+    ) -> tuple[float, int] | None:
+        """Return the validation loss after a round, and its number of tokens. Stage 0 knows it.
+
+        Arguments as in ``Pipeline.evaluate``.
+        """
+        try:
+            return await self.during(round + 1, self.pipeline.evaluate(round, contributors, most_s))
+        except TimeoutError:
+            self.keeper.emit("notice", text=f"round {round} has no validation loss: {_NO_EVALUATION}")
+            return None
+
+    async def stay(self, seconds: float) -> None:
+        """Serve the stage after the last round, because no other machine may have it."""
+        if seconds > 0:
+            self.keeper.emit("finished", round=self.rounds, rounds=self.rounds, stays_s=seconds)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.stopped.wait()
+
+    async def hand_over(self, round: int, announce: Callable[[], Awaitable[object]]) -> None:
+        """Wait until another worker has the state of this stage, if the job goes on.
 
         ``announce``: tells the directory that this worker waits.
         """
+        if self.is_over or not 0 < round < self.rounds:
+            return
         try:
             async with asyncio.timeout(HAND_OVER_S):
                 while not await self._is_handed_over():

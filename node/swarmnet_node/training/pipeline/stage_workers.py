@@ -120,11 +120,7 @@ class StageWorkers:
         if any(found):  # otherwise the directory did not answer
             self.records = found
             self._found = [
-                {
-                    each.worker.peer: each.worker
-                    for each in at
-                    if each.worker.addresses and not each.copy and each.worker.peer != self.me
-                }
+                {each.worker.peer: each.worker for each in at if each.is_here and each.worker.peer != self.me}
                 for at in found
             ]
 
