@@ -17,63 +17,47 @@ from swarmnet.cli.lazy import LazyCommand, LazyGroup
 from swarmnet.cli.output import print_text
 from swarmnet.logs import LogFormat, LogLevel, configure
 
-TRY, USE, SHARE, OWN, TRAIN = "Try it", "Use a model", "Share this machine", "A swarm", "Train"
+COMMANDS = {
+    "Try it": (LazyCommand("demo", "demo.demo", "Start a swarm on this machine and ask it a question."),),
+    "Use a model": (
+        LazyCommand("run", "commands.run", "Answer one prompt, or chat."),
+        LazyCommand("serve", "commands.serve", "Serve an OpenAI-compatible endpoint."),
+        LazyCommand("batch", "batch.batch", "Answer a file of prompts while nobody waits."),
+        LazyCommand("models", "commands.models", "List the models of a swarm, and their speed."),
+        LazyCommand("router", "router.router:app", "Choose a model for each question: auto."),
+        LazyCommand("agent", "agent.agent", "Start an agent, such as Claude Code, on a model."),
+        LazyCommand("bench", "commands.bench", "Measure what a swarm, or this machine, delivers."),
+        LazyCommand("model", "commands.model:app", "Fetch and check model files."),
+    ),
+    "Share this machine": (
+        LazyCommand("start", "commands.start", "Start a swarm of the computers in this room."),
+        LazyCommand("join", "commands.join", "Host a part of a model."),
+        LazyCommand("volunteer", "commands.volunteer", "Host or train, whichever the swarm needs more."),
+        LazyCommand("status", "commands.control", "Show what the node on this machine is doing."),
+        LazyCommand("limits", "commands.control", "Show or change what the node may use, and when."),
+        LazyCommand("stats", "commands.stats", "Show what this machine has given."),
+        LazyCommand("pause", "commands.control", "Free the node's memory for a while."),
+        LazyCommand("resume", "commands.control", "Serve again after a pause."),
+        LazyCommand("finish", "commands.control", "Stop the node after its sessions have moved."),
+        LazyCommand("bootstrap", "commands.bootstrap", "Run a peer through which others enter the swarm."),
+        LazyCommand("service", "commands.service:app", "Start a command with the machine, under systemd."),
+        LazyCommand("doctor", "commands.doctor", "Find what is wrong on this machine, and how to fix it."),
+    ),
+    "A swarm": (
+        LazyCommand("swarm", "commands.swarm.swarm:app", "Create swarms and manage their members."),
+        LazyCommand("dashboard", "commands.dashboard", "Show a swarm on a web page."),
+    ),
+    "Train": (
+        LazyCommand("tune", "training.tune", "Fine-tune a model that runs on the swarm."),
+        LazyCommand("adapter", "training.adapter:app", "Merge adapters."),
+        LazyCommand("train", "training.train:app", "Train a model together with others."),
+    ),
+}
+"""All commands by section, in the order of ``--help``."""
 
 
 class Commands(LazyGroup):
-    """All commands, in the order of ``--help``."""
-
-    lazy = (
-        LazyCommand("demo", "demo.demo:demo", TRY, "Start a swarm on this machine and ask it a question."),
-        LazyCommand("run", "commands.run:run", USE, "Answer one prompt, or chat."),
-        LazyCommand("serve", "commands.serve:serve", USE, "Serve an OpenAI-compatible endpoint."),
-        LazyCommand("batch", "batch.batch:batch", USE, "Answer a file of prompts while nobody waits."),
-        LazyCommand("models", "commands.models:models", USE, "List the models of a swarm, and their speed."),
-        LazyCommand("router", "router.router:app", USE, "Choose a model for each question: auto."),
-        LazyCommand("agent", "agent.agent:agent", USE, "Start an agent, such as Claude Code, on a model."),
-        LazyCommand("bench", "commands.bench:bench", USE, "Measure what a swarm, or this machine, delivers."),
-        LazyCommand("model", "commands.model:app", USE, "Fetch and check model files."),
-        LazyCommand("start", "commands.start:start", SHARE, "Start a swarm of the computers in this room."),
-        LazyCommand("join", "commands.join:join", SHARE, "Host a part of a model."),
-        LazyCommand(
-            "volunteer",
-            "commands.volunteer:volunteer",
-            SHARE,
-            "Host or train, whichever the swarm needs more.",
-        ),
-        LazyCommand(
-            "status", "commands.control:status", SHARE, "Show what the node on this machine is doing."
-        ),
-        LazyCommand(
-            "limits", "commands.control:limits", SHARE, "Show or change what the node may use, and when."
-        ),
-        LazyCommand("stats", "commands.stats:stats", SHARE, "Show what this machine has given."),
-        LazyCommand("pause", "commands.control:pause", SHARE, "Free the node's memory for a while."),
-        LazyCommand("resume", "commands.control:resume", SHARE, "Serve again after a pause."),
-        LazyCommand(
-            "finish", "commands.control:finish", SHARE, "Stop the node after its sessions have moved."
-        ),
-        LazyCommand(
-            "bootstrap",
-            "commands.bootstrap:bootstrap",
-            SHARE,
-            "Run a peer through which others enter the swarm.",
-        ),
-        LazyCommand(
-            "service", "commands.service:app", SHARE, "Start a command with the machine, under systemd."
-        ),
-        LazyCommand(
-            "doctor",
-            "commands.doctor:doctor",
-            SHARE,
-            "Find what is wrong on this machine, and how to fix it.",
-        ),
-        LazyCommand("swarm", "commands.swarm.swarm:app", OWN, "Create swarms and manage their members."),
-        LazyCommand("dashboard", "commands.dashboard:dashboard", OWN, "Show a swarm on a web page."),
-        LazyCommand("tune", "training.tune:tune", TRAIN, "Fine-tune a model that runs on the swarm."),
-        LazyCommand("adapter", "training.adapter:app", TRAIN, "Merge adapters."),
-        LazyCommand("train", "training.train:app", TRAIN, "Train a model together with others."),
-    )
+    sections = COMMANDS
 
 
 app = typer.Typer(

@@ -1,10 +1,10 @@
 """Commands that are imported when they are called, and help in sections."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -39,17 +39,16 @@ def command_group(about: str) -> typer.Typer:
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """A command as `swarmnet --help` lists it. ``target``: ``module:name`` of its function or
-    ``typer.Typer``, in ``swarmnet.cli``."""
+    """A command as `swarmnet --help` lists it. ``target``: the module of its function in
+    ``swarmnet.cli``, with ``:name`` if the function has another name or is a ``typer.Typer``."""
 
     name: str
     target: str
-    section: str
     summary: str
 
     def load(self) -> Any:
-        module, name = self.target.split(":")
-        target = getattr(import_module(f"swarmnet.cli.{module}"), name)
+        module, _, name = self.target.partition(":")
+        target = getattr(import_module(f"swarmnet.cli.{module}"), name or self.name)
         if not isinstance(target, typer.Typer):
             function, target = target, command_group("")
             target.command(self.name)(function)
@@ -60,19 +59,25 @@ class LazyCommand:
 
 
 class LazyGroup(Group):
-    """Shows its commands by section without importing any. ``lazy`` is set by a subclass."""
+    """Shows its commands by section without importing any. ``sections`` is set by a subclass."""
 
-    lazy: tuple[LazyCommand, ...] = ()
+    sections: ClassVar[Mapping[str, tuple[LazyCommand, ...]]] = {}
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = {each.name: TyperCommand(each.name, short_help=each.summary) for each in self.lazy}
+        self._lazy = {each.name: each for commands in self.sections.values() for each in commands}
+        self.commands = {
+            name: TyperCommand(name, short_help=each.summary) for name, each in self._lazy.items()
+        }
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return next((each.load() for each in self.lazy if each.name == cmd_name), None)
+        return self._lazy[cmd_name].load() if cmd_name in self._lazy else None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        _write_sections(formatter, ((each.section, (each.name, each.summary)) for each in self.lazy))
+        listed = self.sections.items()
+        _write_sections(
+            formatter, ((name, (each.name, each.summary)) for name, commands in listed for each in commands)
+        )
 
 
 class SectionedCommand(TyperCommand):
