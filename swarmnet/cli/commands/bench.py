@@ -3,12 +3,12 @@
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.cli.chat.generation import Answerer, RunHop, SamplingOptions, Screen, generate
+from swarmnet.cli.chat.generation import Answerer, RunAnswer, SamplingOptions, Screen, generate
 from swarmnet.cli.commands.run import open_answerer
 from swarmnet.cli.options import HostDtypeOption, JsonFlag, ModelArgument, WireOption, device_option
 from swarmnet.cli.output import note, print_json, print_table, print_text, progress
@@ -21,17 +21,6 @@ if TYPE_CHECKING:
 
 LOCAL_BLOCKS = 4
 """Most blocks timed with --local; a model may have fewer."""
-
-
-@dataclass(frozen=True)
-class BenchRun:
-    """The measurements of one prompt. ``tokens_per_s``: rate after the first token; 0 if the answer
-    has only one."""
-
-    first_token_s: float
-    tokens_per_s: float
-    failovers: int
-    route: list[RunHop]
 
 
 def bench(  # noqa: PLR0913 - a command line, not an interface
@@ -103,7 +92,9 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
     _print(results, as_json=as_json)
 
 
-def _measure(answerer: Answerer, prompt_tokens: int, tokens: int) -> BenchRun:
+def _measure(answerer: Answerer, prompt_tokens: int, tokens: int) -> RunAnswer:
+    """Answer a prompt of random tokens. The rate of the answer counts the tokens after the
+    first."""
     most = answerer.context
     if prompt_tokens + tokens > most:
         raise typer.BadParameter(
@@ -112,19 +103,16 @@ def _measure(answerer: Answerer, prompt_tokens: int, tokens: int) -> BenchRun:
     ids = [random.randrange(answerer.vocabulary_size) for _ in range(prompt_tokens)]
     sampling = SamplingOptions(tokens, temperature=0.0, speculate=False)
     answer = generate(answerer, ids, sampling, Screen(as_json=True), exact=True)
-    return BenchRun(
-        first_token_s=answer.first_token_s,
-        tokens_per_s=(tokens - 1) / (answer.total_s - answer.first_token_s) if tokens > 1 else 0.0,
-        failovers=answer.failovers,
-        route=answer.route,
-    )
+    rate = (tokens - 1) / (answer.total_s - answer.first_token_s) if tokens > 1 else 0.0
+    return replace(answer, tokens_per_s=rate)
 
 
-def _print(results: Sequence[BenchRun], *, as_json: bool) -> None:
+def _print(results: Sequence[RunAnswer], *, as_json: bool) -> None:
     first_token_s = statistics.median(each.first_token_s for each in results)
     tokens_per_s = statistics.median(each.tokens_per_s for each in results)
     if as_json:
-        runs = [asdict(each) for each in results]
+        names = ("first_token_s", "tokens_per_s", "failovers", "route")
+        runs = [{name: each.to_json()[name] for name in names} for each in results]
         print_json({"first_token_s": first_token_s, "tokens_per_s": tokens_per_s, "runs": runs})
         return
     print_text("run     first token  tokens/s  chain")
