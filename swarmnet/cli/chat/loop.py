@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -51,22 +50,6 @@ _UNSET = {
 }
 
 
-@dataclass
-class _Totals:
-    answers: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    failovers: int = 0
-    longest_stall_s: float = 0.0
-
-    def add(self, answer: RunAnswer) -> None:
-        self.answers += 1
-        self.tokens += len(answer.token_ids)
-        self.seconds += answer.total_s
-        self.failovers += answer.failovers
-        self.longest_stall_s = max(self.longest_stall_s, answer.longest_stall_s)
-
-
 class Chat:
     """A chat with a model, whose KV caches stay on the hosts between turns."""
 
@@ -83,7 +66,7 @@ class Chat:
         self._session = ExitStack()
         self._screen = screen
         self._route: list[RunHop] = []
-        self._totals = _Totals()
+        self._answers: list[RunAnswer] = []
         self._unanswered = ""
 
     def run(self, history: Path | None) -> None:
@@ -165,7 +148,7 @@ class Chat:
         )
 
     def _tell(self, answer: RunAnswer) -> None:
-        self._totals.add(answer)
+        self._answers.append(answer)
         self._screen.end(answer)
         if len(answer.token_ids) + answer.prompt_tokens >= self.conversation.context:
             note("the answer ends here because the context is full")
@@ -247,10 +230,13 @@ class Chat:
         note(f"saved to {path}")
 
     def _stats(self) -> None:
-        total = self._totals
-        speed = total.tokens / total.seconds if total.seconds else 0.0
-        note(f"{counted(total.answers, 'answer')}, {counted(total.tokens, 'token')}, {speed:.1f}/s")
-        note(f"{counted(total.failovers, 'host')} replaced, the longest pause {total.longest_stall_s:.1f} s")
+        answers = self._answers
+        tokens, seconds = sum(len(each.token_ids) for each in answers), sum(each.total_s for each in answers)
+        failovers = sum(each.failovers for each in answers)
+        stall_s = max((each.longest_stall_s for each in answers), default=0.0)
+        speed = tokens / seconds if seconds else 0.0
+        note(f"{counted(len(answers), 'answer')}, {counted(tokens, 'token')}, {speed:.1f}/s")
+        note(f"{counted(failovers, 'host')} replaced, the longest pause {stall_s:.1f} s")
         if (traffic := self._answerer.traffic) is not None:
             note(f"{show_size(traffic.sent)} sent, {show_size(traffic.received)} received")
         held = len(self.conversation.encode()) if self.conversation.turns else 0
