@@ -37,6 +37,14 @@ def print_json(fields: Mapping[str, object]) -> None:
     sys.stdout.flush()
 
 
+def print_result(fields: Mapping[str, object], text: str, *, as_json: bool) -> None:
+    """Print the result of a command on stdout: ``fields`` as JSON, or ``text`` for users."""
+    if as_json:
+        print_json(fields)
+    else:
+        print_text(text)
+
+
 def note(text: str) -> None:
     """Print a line for the user on stderr."""
     typer.echo(shown(text), err=True)

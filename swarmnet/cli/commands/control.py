@@ -13,7 +13,7 @@ from swarmnet.cli.foreground import DASHBOARD_FOLDER, DEFAULT_GRACE_S, describe_
 from swarmnet.cli.limit_options import NO_LIMIT, NOTHING, LimitOptions, lifted, rows
 from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import DataDirOption, JsonFlag, check_at_least_zero
-from swarmnet.cli.output import print_json, print_table, print_text
+from swarmnet.cli.output import print_json, print_result, print_table
 from swarmnet.reach import advice, describe, describe_punching, describe_relaying
 from swarmnet.units import counted, parse_duration_s, show_duration, show_size
 from swarmnet_node.owner.limits import OwnerLimits
@@ -84,13 +84,11 @@ def pause(
     from swarmnet_node.owner import control
 
     control.pause(data_dir, for_s or 0.0)
-    if as_json:
-        print_json({"pausing": True, "for_s": for_s})
-    else:
-        back = f"comes back in {show_duration(for_s)}, or with" if for_s else "comes back with"
-        print_text(
-            f"the node or worker leaves its sessions or group and frees its memory; it {back} `swarmnet resume`"
-        )
+    back = f"comes back in {show_duration(for_s)}, or with" if for_s else "comes back with"
+    text = (
+        f"the node or worker leaves its sessions or group and frees its memory; it {back} `swarmnet resume`"
+    )
+    print_result({"pausing": True, "for_s": for_s}, text, as_json=as_json)
 
 
 def resume(*, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:
@@ -98,10 +96,8 @@ def resume(*, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:
     from swarmnet_node.owner import control
 
     control.resume(data_dir)
-    if as_json:
-        print_json({"resuming": True})
-    else:
-        print_text("it goes on as soon as its limits let it; see `swarmnet status`")
+    text = "it goes on as soon as its limits let it; see `swarmnet status`"
+    print_result({"resuming": True}, text, as_json=as_json)
 
 
 def finish(
@@ -120,20 +116,13 @@ def finish(
     check_at_least_zero(grace_s, option="--grace")
     folder, running = _running(data_dir)
     control.finish(folder, grace_s)
-    if as_json:
-        print_json({"finishing": True, "grace_s": grace_s})
+    if running.HasField("worker"):
+        text = "the worker ends its round and stops"
+    elif running.command == "join" and grace_s:
+        text = f"the node takes no new sessions and stops within {grace_s:g} s"
     else:
-        print_text(
-            (
-                "the node stops"
-                if not grace_s
-                else f"the node takes no new sessions and stops within {grace_s:g} s"
-            )
-            if running.command == "join"
-            else "the worker ends its round and stops"
-            if running.HasField("worker")
-            else f"`swarmnet {running.command}` stops"
-        )
+        text = "the node stops" if running.command == "join" else f"`swarmnet {running.command}` stops"
+    print_result({"finishing": True, "grace_s": grace_s}, text, as_json=as_json)
 
 
 def _running(data_dir: Path) -> "tuple[Path, NodeStatus]":

@@ -9,7 +9,7 @@ import typer
 
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import CacheDirOption, JsonFlag, MaxDiskOption, ModelArgument
-from swarmnet.cli.output import print_json, print_table, print_text, progress
+from swarmnet.cli.output import print_json, print_result, print_table, print_text, progress
 from swarmnet.units import counted, show_size
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine import lean_imports
@@ -59,10 +59,8 @@ def remove(
     from swarmnet_protocols.models.inventory import remove_model
 
     freed = remove_model(model, cache_dir)
-    if as_json:
-        print_json({"name": model, "freed_bytes": freed})
-    else:
-        print_text(f"{model} is removed, which freed {show_size(freed)}")
+    text = f"{model} is removed, which freed {show_size(freed)}"
+    print_result({"name": model, "freed_bytes": freed}, text, as_json=as_json)
 
 
 @app.command("pull")
@@ -80,10 +78,7 @@ def pull(
         lean_imports.use()
         local = resolve(model, cache_dir=cache_dir, progress=report, max_disk_bytes=max_disk_bytes)
         local.fetch()
-    if as_json:
-        print_json(_summary(local))
-    else:
-        print_text(f"{local.name} is at {local.path}")
+    print_result(_summary(local), f"{local.name} is at {local.path}", as_json=as_json)
 
 
 @app.command("show")
@@ -182,13 +177,13 @@ def verify(
     local = _resolve(model, cache_dir, quiet=as_json)
     with progress(quiet=as_json) as report:
         local.verify(report)
-    if as_json:
-        print_json({"name": local.name, "manifest": local.manifest.hash.hex(), "valid": True})
-    else:
-        count = counted(len(local.present_files), "file")
-        missing = len(local.manifest.files) - len(local.present_files)
-        rest = f"; {missing} not on this machine" if missing else ""
-        print_text(f"{local.name}: {count} as in the manifest{rest}")
+    count = counted(len(local.present_files), "file")
+    missing = len(local.manifest.files) - len(local.present_files)
+    text = f"{local.name}: {count} as in the manifest" + (
+        f"; {missing} not on this machine" if missing else ""
+    )
+    fields = {"name": local.name, "manifest": local.manifest.hash.hex(), "valid": True}
+    print_result(fields, text, as_json=as_json)
 
 
 def _memory_notice(local: "LocalModel") -> str:

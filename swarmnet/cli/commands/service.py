@@ -7,7 +7,7 @@ import typer
 from swarmnet.cli import check_arguments
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import JsonFlag
-from swarmnet.cli.output import note, print_json, print_table, print_text
+from swarmnet.cli.output import note, print_json, print_result, print_table, print_text
 from swarmnet.swarm_file.entry import check_known
 from swarmnet.systemd import Service, unit_text
 from swarmnet_protocols.errors import ConfigError
@@ -63,13 +63,9 @@ def install(
         print_text(text, end="")
         return
     service.install(text)
-    if as_json:
-        print_json({"unit": service.unit, "path": str(service.path)})
-        return
     scope = "" if is_system else "--user "
-    print_text(
-        f"{service.path}\n  see it:  systemctl {scope}status {service.name}\n  its log: journalctl {scope}-u {service.name} -f"
-    )
+    text = f"{service.path}\n  see it:  systemctl {scope}status {service.name}\n  its log: journalctl {scope}-u {service.name} -f"
+    print_result({"unit": service.unit, "path": str(service.path)}, text, as_json=as_json)
     if not is_system:
         note("to have it run while you are not logged in: loginctl enable-linger")
 
@@ -81,10 +77,7 @@ def uninstall(
     """Stop the service and remove its unit. Keys and models stay."""
     service = Service(name, is_system)
     service.uninstall()
-    if as_json:
-        print_json({"removed": str(service.path)})
-    else:
-        print_text(f"removed {service.path}")
+    print_result({"removed": str(service.path)}, f"removed {service.path}", as_json=as_json)
 
 
 @app.command("status")

@@ -8,7 +8,7 @@ import typer
 
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import JsonFlag
-from swarmnet.cli.output import print_json, print_text, progress
+from swarmnet.cli.output import print_result, progress
 from swarmnet_client.tuning.methods import MergeMethod
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.lean_imports import import_transformers
@@ -68,7 +68,5 @@ def merge_adapters(  # noqa: PLR0913 - a command line, not an interface
         from swarmnet_client.tuning.adapter_merge import merge
 
         merge(directories, chosen, method, density, out, overwrite=force)
-    if as_json:
-        print_json({"path": str(out), "method": str(method), "weights": chosen})
-    else:
-        print_text(f"the merged adapter is in {out}")
+    fields = {"path": str(out), "method": str(method), "weights": chosen}
+    print_result(fields, f"the merged adapter is in {out}", as_json=as_json)

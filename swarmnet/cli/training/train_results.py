@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmnet.cli.options import BootstrapOption, CacheDirOption, DataDirOption, JsonFlag
-from swarmnet.cli.output import note, print_json, print_text, progress
+from swarmnet.cli.output import note, print_json, print_result, print_text, progress
 from swarmnet.cli.training.job_names import (
     JobArguments,
     OptionalJobArgument,
@@ -147,10 +147,8 @@ def plot(
     are drawn together, to compare them."""
     with progress(quiet=as_json):
         ids, paths = _drawn(jobs, out, data_dir)
-    if as_json:
-        print_json({"jobs": ids, "paths": [str(path) for path in paths]})
-    else:
-        print_text("\n".join(str(path) for path in paths))
+    drawn = [str(path) for path in paths]
+    print_result({"jobs": ids, "paths": drawn}, "\n".join(drawn), as_json=as_json)
 
 
 def _drawn(jobs: list[str], out: Path, data_dir: Path) -> tuple[list[str], list[Path]]:

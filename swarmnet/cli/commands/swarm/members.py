@@ -17,7 +17,7 @@ from swarmnet.cli.options import (
     OwnSwarm,
     check_peer_id,
 )
-from swarmnet.cli.output import note, print_folded, print_json, print_text
+from swarmnet.cli.output import note, print_folded, print_json, print_result, print_text
 from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME, load_key
 from swarmnet.swarm_file.members import (
@@ -136,12 +136,9 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
     from swarmnet.swarm_file import writer as swarm_writer
 
     file = swarm_writer.allow(swarm, who, role or [Role.CLIENT], now=wall_clock())
-    if as_json:
-        print_json({"peer_id": who, "roles": sorted(file.allow[who]), "serial": file.serial})
-    else:
-        print_text(
-            f"{who} is listed as {name_roles(file.allow[who])}: distribute the file again, serial {file.serial}"
-        )
+    roles, serial = file.allow[who], file.serial
+    text = f"{who} is listed as {name_roles(roles)}: distribute the file again, serial {serial}"
+    print_result({"peer_id": who, "roles": sorted(roles), "serial": serial}, text, as_json=as_json)
 
 
 def revoke(

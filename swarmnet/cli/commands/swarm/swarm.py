@@ -11,7 +11,7 @@ from swarmnet.cli.commands.swarm import members, status
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import CacheDirOption, FileBootstrapOption, JsonFlag, OwnSwarm, SwarmPath
-from swarmnet.cli.output import note, print_json, print_table, print_text, progress
+from swarmnet.cli.output import note, print_json, print_result, print_table, print_text, progress
 from swarmnet.swarm_file.content import ListedModel, SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME
 from swarmnet.swarm_file.writer import NewSwarm
@@ -180,13 +180,11 @@ def show(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
 def verify(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
     """Check that a swarm file is unchanged and still valid."""
     file = swarm_file.load_valid(swarm, wall_clock())
-    if as_json:
-        print_json(_summary(file) | {"valid": True})
-        return
     how = (
         "signed by its authority" if file.authority else "no authority: only its bootstrap list may be edited"
     )
-    print_text(f"{file.name} is valid ({how}); who takes part: {WHO_IS_IN[file.admission]}")
+    text = f"{file.name} is valid ({how}); who takes part: {WHO_IS_IN[file.admission]}"
+    print_result(_summary(file) | {"valid": True}, text, as_json=as_json)
 
 
 @app.command("sign")
@@ -205,11 +203,8 @@ def sign(
     from swarmnet.swarm_file import writer as swarm_writer
 
     file = swarm_writer.sign(which.path, now=wall_clock(), key_path=key, bootstrap=bootstrap)
-    if as_json:
-        print_json(_summary(file))
-        return
     signed = f"{file.name} is signed, serial {file.serial}" if file.authority else f"{file.name} is written"
-    print_text(f"{signed}: give the file out again")
+    print_result(_summary(file), f"{signed}: give the file out again", as_json=as_json)
 
 
 @app.command("new-key")
