@@ -34,9 +34,9 @@ class NodeConfig:
     """Most bytes of the weights of all blocks. Only a switch to another model sets it. None for no
     such limit."""
     stay: bool = False
-    """Whether the node keeps the blocks that it chose when it joined."""
+    """True if the node keeps the blocks that it chose when it joined."""
     keep_model: bool = False
-    """Whether the node never switches to another model of the swarm."""
+    """True if the node never switches to another model of the swarm."""
     client_share: float = ONE_CLIENT
     """One client's share of sessions, passes, adapters, logs and KV caches, unless the swarm sets
     it."""
@@ -58,6 +58,6 @@ class NodeConfig:
 
     @property
     def may_switch(self) -> bool:
-        """Whether the owner lets the node switch to another model of the swarm."""
+        """True if the owner lets the node switch to another model of the swarm."""
         names_parts = self.blocks is not None or self.experts is not None
         return not (self.keep_model or self.stay or names_parts or self.expert_memory_bytes is not None)

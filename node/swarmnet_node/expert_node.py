@@ -73,7 +73,7 @@ class ExpertHosting(Hosted):
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the experts of the node are already known."""
+        """True if the experts of the node are already known."""
         return self.experts is not None
 
 

@@ -69,7 +69,7 @@ class Hosting(Hosted):
     """Loads blocks into the machine's memory, to check other hosts. None for ``load``."""
     num_blocks: int = 0
     may_move: bool = False
-    """Whether the node may serve other blocks when the swarm needs them more, and fewer when its
+    """True if the node may serve other blocks when the swarm needs them more, and fewer when its
     owner allows less memory."""
     most_blocks: int = 0
     """The number of blocks that it may grow to when it moves. 0 forbids growing."""
@@ -108,10 +108,10 @@ class Hosting(Hosted):
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the blocks of the node are already known."""
+        """True if the blocks of the node are already known."""
         return self.placed is not None
 
     @property
     def may_relocate(self) -> bool:
-        """Whether the node may serve other blocks, or another model."""
+        """True if the node may serve other blocks, or another model."""
         return self.may_move or self.others is not None

@@ -213,7 +213,7 @@ class RunningNode(Ending, ABC):
 
     @property
     def is_online(self) -> bool:
-        """Whether the node serves now."""
+        """True if the node serves now."""
         return self._state == pb.HOST_STATE_ONLINE
 
     @property

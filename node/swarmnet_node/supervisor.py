@@ -79,7 +79,7 @@ class Supervisor(Ending):
         self._node = _node(dependencies, self._hosting)
         self._is_loading = False
         self._has_moved = False
-        """Whether the node ended to serve other blocks, and does not serve them yet."""
+        """True if the node ended to serve other blocks, and does not serve them yet."""
         self._step_aside_reason = ""
         """The reason of ``step_aside``. Empty outside it."""
         self._wake = wake
@@ -142,7 +142,7 @@ class Supervisor(Ending):
 
     @property
     def is_online(self) -> bool:
-        """Whether the node serves now."""
+        """True if the node serves now."""
         return self._node.is_online
 
     def report(self) -> report_pb2.NodeReport:

@@ -10,9 +10,9 @@ from swarmnet_protocols.errors import ConfigError
 class Timing:
     """Timeouts and periods, in seconds. Two peers need not agree on them.
 
-    A stopped hop or a cut path is detected after ``silence_s`` and replaced within 3 s of the
-    fault: the silence, the wait for the next check (at most ``heartbeat_s / 2``), and opening a
-    stream, which may itself meet a dead peer.
+    The client detects a stopped hop or a cut path after ``silence_s``, and replaces it within 3 s
+    of the fault. This time covers the silence, the wait for the next check (at most ``heartbeat_s /
+    2``), and opening a stream, which may itself meet a dead peer.
 
     Raises ``ConfigError`` for values that contradict each other.
     """

@@ -1,4 +1,4 @@
-"""The options that all clients share, and those that nodes and workers share."""
+"""The options that all clients share, and the options that nodes and workers share."""
 
 import asyncio
 import platform
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:
-    """How a client enters a swarm, and where its files are."""
+    """A client's way into a swarm, and the folders of its files."""
 
     transport: TransportOption = "auto"
     bootstrap: BootstrapOption = field(default_factory=list)
@@ -80,7 +80,7 @@ class ClientOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """How a peer enters a swarm, where its files are, and what it may use."""
+    """A peer's way into a swarm, the folders of its files, and its limits."""
 
     bootstrap: BootstrapOption = field(default_factory=list)
     listen: ListenOption = field(default_factory=list)

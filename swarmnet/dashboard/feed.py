@@ -153,7 +153,7 @@ class Feed:
 
     @property
     def is_full(self) -> bool:
-        """Whether the number of viewers is at its limit."""
+        """True if the number of viewers is at its limit."""
         return len(self._viewers) >= MAX_VIEWERS
 
     @asynccontextmanager

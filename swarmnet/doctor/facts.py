@@ -17,7 +17,7 @@ class Disk:
     error: str = ""
     """Why ``path`` cannot be written; empty if it can."""
     is_read_only: bool = False
-    """Whether its file system is mounted read-only, so that no permission helps."""
+    """True if its file system is mounted read-only, so that no permission helps."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Device:
     gpu: str = ""
     """The name that the driver gives; empty without a GPU."""
     usable: bool = False
-    """Whether torch can compute on it."""
+    """True if torch can compute on it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SwarmFacts:
     not_after: float | None = None
     """Unix time at which the swarm file expires."""
     mdns: bool = False
-    """Whether peers find each other in local networks."""
+    """True if peers find each other in local networks."""
     needs_certificate: bool = False
     certificate_error: str = ""
     """Why this machine has no valid certificate."""

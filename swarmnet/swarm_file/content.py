@@ -109,7 +109,7 @@ class SwarmFile:
     not_after: datetime | None
     bootstrap: tuple[str, ...]
     mdns: bool = False
-    """Whether peers announce themselves in their local networks, and find others there."""
+    """True if peers announce themselves in their local networks, and find others there."""
     nonce: bytes | None = None
     authority: Authority | None = None
     admission: Admission = Admission.OPEN
@@ -126,7 +126,7 @@ class SwarmFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether peers without a certificate may take part."""
+        """True if peers without a certificate may take part."""
         return self.admission is Admission.OPEN
 
     @property

@@ -1,8 +1,8 @@
 """Entering a swarm by its file, an invite or its name. Each gives an ``Entry``.
 
-A data directory stores one folder for each swarm with an authority (``swarm_dir``): the newest
-swarm file that was used, the certificate, the revocations, the addresses of known peers, and an
-issuer's database.
+A data directory stores one folder for each swarm with an authority (``swarm_dir``). It has the
+newest swarm file that was used, the certificate, the revocations, the addresses of known peers, and
+an issuer's database.
 """
 
 import os
@@ -49,7 +49,7 @@ class Entry:
 
     file: SwarmFile
     bootstrap: tuple[str, ...]
-    """Addresses that the swarm file names, then those that the owner names."""
+    """Addresses in the swarm file, then addresses that the owner names."""
     peer: LocalPeer
     source: Path | None = None
     """The swarm file that was given. It is read again when it changes; None for an invite or a

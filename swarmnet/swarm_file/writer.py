@@ -77,10 +77,10 @@ class NewSwarm:
     bootstrap: tuple[str, ...] = ()
     not_after: datetime | None = None
     is_open: bool = False
-    """Whether the swarm has no authority. Otherwise the swarm admits peers as ``like`` does;
+    """True if the swarm has no authority. Otherwise the swarm admits peers as ``like`` does;
     without ``like``, by certificate."""
     mdns: bool | None = None
-    """Whether peers find each other in local networks. None: as in ``like``; without ``like``, only
+    """True if peers find each other in local networks. None: as in ``like``; without ``like``, only
     if there is an authority."""
     like: Path | None = None
     """A swarm file whose admission, policy and other tables are copied."""

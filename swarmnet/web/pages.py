@@ -1,4 +1,4 @@
-"""Files of pages, served from memory: those of one page, and those that all pages share
+"""Files of pages, served from memory: the files of one page, and the files that all pages share
 (``static/``)."""
 
 import gzip

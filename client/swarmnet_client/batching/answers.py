@@ -35,22 +35,22 @@ class Request:
     """What hosts add to the model's weights for this request. Requests with the same object share a
     chain."""
     speculate: bool = True
-    """Whether drafts are sent along with its newest token. The answer is the same."""
+    """True if drafts are sent along with its newest token. The answer is the same."""
     grammar: Grammar | None = field(default=None, compare=False)
     """The grammar that the answer obeys. It ends the answer where nothing may follow."""
     traced: bool = False
-    """Whether the answer has the times of its steps."""
+    """True if the answer has the times of its steps."""
     reader: PromptReader | None = field(default=None, compare=False)
     """Reads the outputs of the last block at the prompt's positions, before the first token."""
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether each token needs its scores, so that forced tokens are computed, too."""
+        """True if each token needs its scores, so that forced tokens are computed, too."""
         return self.sampling.top_logprobs is not None
 
     @property
     def reads_all(self) -> bool:
-        """Whether the outputs of all positions are read, so that no KV caches can be reused."""
+        """True if the outputs of all positions are read, so that no KV caches can be reused."""
         return self.reader is not None and self.reader.reads_all
 
 
@@ -64,7 +64,7 @@ class AnswerStep:
 
 @dataclass(frozen=True)
 class Prefill:
-    """How many of a prompt's tokens the hosts have read."""
+    """The number of a prompt's tokens that the hosts have read."""
 
     done: int
     total: int

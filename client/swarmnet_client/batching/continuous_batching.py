@@ -298,7 +298,7 @@ class BatchedModel:
     context: int
     """Most positions that the model takes."""
     speculates: bool
-    """Whether answers are decoded speculatively."""
+    """True if answers are decoded speculatively."""
     lowest: Batcher
     """The batcher of batches. Hosts compute its answers in the pauses of all others."""
     adapter: "Adapter | None" = None
@@ -374,7 +374,7 @@ class BatchedModel:
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are chosen if a request does not say it: as the model's files state it."""
+        """The usual choice of tokens, which the model's files state. Requests may replace it."""
         stated = self.vocabulary.sampling
         usual = USUAL_SAMPLING
         return Sampling(stated.get("temperature", usual.temperature), stated.get("top_p", usual.top_p))

@@ -45,14 +45,14 @@ class RunningSequence:
     start: int = 0
     """The position of the first of ``todo``."""
     is_decoding: bool = False
-    """Whether ``todo`` has only the newest tokens of ``answer``: the prompt has been sent."""
+    """True if ``todo`` has only the newest tokens of ``answer``: the prompt has been sent."""
     has_begun: bool = False
-    """Whether a part of ``answer`` has been sent, so that ``held`` belongs to it."""
+    """True if a part of ``answer`` has been sent, so that ``held`` belongs to it."""
     speculator: Speculator = field(default_factory=Speculator)
 
     @property
     def reads_all(self) -> bool:
-        """Whether a reader takes the outputs of all positions of the next row."""
+        """True if a reader takes the outputs of all positions of the next row."""
         return self.answer is not None and self.answer.request.reads_all and not self.is_decoding
 
     def shared(self, request: Request) -> int:

@@ -189,9 +189,9 @@ class LiveHop:
     Infinite if the host only moves to other blocks: then it waits for nothing.
     """
     stands_by: bool = False
-    """Whether the hop has not been told yet where to send its outputs."""
+    """True if the hop has not been told yet where to send its outputs."""
     promoted_next: bool = False
-    """Whether ``next`` is a promoted standby, and the hop was not told yet."""
+    """True if ``next`` is a promoted standby, and the hop was not told yet."""
     showing: "asyncio.Future[HopTranscript] | None" = None
     """Set while ``show`` waits for its reply."""
 
@@ -201,7 +201,7 @@ class LiveHop:
 
     @property
     def needs_link(self) -> bool:
-        """Whether the hop does not know yet that it is to send to ``next``."""
+        """True if the hop does not know yet that it is to send to ``next``."""
         return self.stands_by or self.promoted_next
 
     @property
@@ -291,7 +291,7 @@ class ClientLink:
 
     @property
     def needs_link(self) -> bool:
-        """Whether the link was not made yet, or is lost."""
+        """True if the link was not made yet, or is lost."""
         return self.sending is None or self.sending.done()
 
     def linked_to(self, successor: LiveHop | None, epoch: int) -> None:

@@ -115,7 +115,7 @@ class ChainRepair:
 
     @property
     def continues(self) -> bool:
-        """Whether the chain has answered before, so that added hops continue an answer."""
+        """True if the chain has answered before, so that added hops continue an answer."""
         return bool(self.in_flight.acked)
 
     @property

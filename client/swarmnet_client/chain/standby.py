@@ -65,11 +65,11 @@ class Standby:
     feeding: asyncio.Task[None] | None = None
     """The client's own link to it, if the client is the sender."""
     is_linked: bool = False
-    """Whether the next hop takes its steps."""
+    """True if the next hop takes its steps."""
 
     @property
     def is_linking(self) -> bool:
-        """Whether the last hop of this standby was told where to send its outputs."""
+        """True if the last hop of this standby was told where to send its outputs."""
         return not self.hops[-1].stands_by
 
     def repeats(self, after: LiveHop | None) -> bool:

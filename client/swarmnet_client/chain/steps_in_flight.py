@@ -46,7 +46,7 @@ class StepsInFlight:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no step waits for its outputs."""
+        """True if no step waits for its outputs."""
         return not self._waiting
 
     def rests(self, seconds: float) -> bool:

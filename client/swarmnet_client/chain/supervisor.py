@@ -101,7 +101,7 @@ class ChainSupervisor:
         self._tasks = tasks
         self._client_fault: asyncio.Queue[SwarmnetError] = asyncio.Queue()
         self._is_resting = False
-        """Whether hops are missing while no step is in flight: they are opened before the next
+        """True if hops are missing while no step is in flight: they are opened before the next
         step."""
         deadline = RepairDeadline(hosts.timing.recover_s)
         uploader = AdapterUploader(hosts, spec.adapter, deadline.extend)

@@ -109,7 +109,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     @property
     def takes_embeddings(self) -> bool:
-        """Whether the session began with embeddings, and so must continue with them."""
+        """True if the session began with embeddings, and so must continue with them."""
         return self._length > 0 and not self._are_ids
 
     def recheck_adapter(self) -> None:

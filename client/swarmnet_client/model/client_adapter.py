@@ -54,7 +54,7 @@ class ClientAdapter:
 
     @property
     def learns(self) -> bool:
-        """Whether any parameter requires gradients."""
+        """True if any parameter requires gradients."""
         return any(
             tensor.requires_grad
             for tensor in (

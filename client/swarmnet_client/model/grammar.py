@@ -166,7 +166,7 @@ class Accepted:
 
 
 class GrammarState:
-    """How far one answer is in its grammar. Used by one thread at a time."""
+    """The place of one answer in its grammar. One thread at a time uses it."""
 
     def __init__(self, matcher: "LLMatcher") -> None:
         self._matcher = matcher

@@ -31,7 +31,7 @@ class Layers(Protocol):
 
     @property
     def can_rewind(self) -> bool:
-        """Whether caches can go back to any position at no cost. Recurrent states cannot: they are
+        """True if caches can go back to any position at no cost. Recurrent states cannot: they are
         computed again from a snapshot."""
 
     def embed(self, ids: Array) -> Array:
@@ -52,7 +52,7 @@ class PromptReader(Protocol):
     """Gets the outputs of the last block at positions of one prompt."""
 
     reads_all: bool
-    """Whether it gets all positions; otherwise only the last one."""
+    """True if it gets all positions; otherwise only the last one."""
 
     def read(self, start: int, hidden: Array) -> None:
         """Take the outputs [N, D] at the positions from ``start``. A piece at position 0 begins

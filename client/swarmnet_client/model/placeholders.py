@@ -53,7 +53,7 @@ class Placeholder(nn.Module):
     blocks; the others return them."""
 
     is_tuple = False
-    """Whether the family's layers return a tuple that starts with the hidden states."""
+    """True if the family's layers return a tuple that starts with the hidden states."""
 
     def __init__(self, layer: nn.Module, block: int, device: torch.device) -> None:
         """Takes over the modules and attributes of ``layer``, which is on the meta device, and
@@ -81,7 +81,7 @@ class Placeholder(nn.Module):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether none of the block's own weights requires gradients."""
+        """True if none of the block's own weights requires gradients."""
         return not any(weight.requires_grad for weight in self._weights)
 
     def replaced(self) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:

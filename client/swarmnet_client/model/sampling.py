@@ -25,7 +25,7 @@ no other token."""
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of an answer are chosen.
+    """The rules by which the tokens of an answer are chosen.
 
     1. ``biases`` (pairs of token id and bias) are added to the scores. ``repetition_penalty``
        divides the score of each token that occurs in the prompt or answer, and multiplies a
@@ -56,7 +56,7 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """Whether the choice depends on how often tokens are in the answer."""
+        """True if the choice depends on how often tokens are in the answer."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     def given(
@@ -76,7 +76,7 @@ USUAL_SAMPLING = Sampling(temperature=0.7, top_p=0.95)
 
 
 class WantedSampling(Protocol):
-    """What a caller says about the choice of tokens. None stands for the model's own."""
+    """A caller's wishes for the choice of tokens. None stands for the model's own."""
 
     @property
     def temperature(self) -> float | None: ...

@@ -54,7 +54,7 @@ class BlockNeeds:
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """How many consecutive blocks each of ``cards`` holds.
+    """The numbers of consecutive blocks that ``cards`` hold.
 
     ``packed``: whether quantised weights stay packed.
     """

@@ -53,7 +53,7 @@ class Stage(ABC):
     @property
     @abstractmethod
     def is_exact(self) -> bool:
-        """Whether sessions get the same bits on every processor: C computes all of their
+        """True if sessions get the same bits on every processor: C computes all of their
         positions."""
 
     @property
@@ -63,7 +63,7 @@ class Stage(ABC):
 
     @property
     def is_on_accelerator(self) -> bool:
-        """Whether weights and caches are in other memory than the machine's own."""
+        """True if weights and caches are in other memory than the machine's own."""
         return bool(self.device.type != "cpu")
 
     @abstractmethod

@@ -124,9 +124,9 @@ class ExpertLink:
         self.fault = ""
         """The violation of the protocol that excludes the peer for now; empty if there was none."""
         self.is_far = False
-        """Whether the round trip exceeds ``max_round_trip_s``."""
+        """True if the round trip exceeds ``max_round_trip_s``."""
         self.has_answered = False
-        """Whether the stream was ever open."""
+        """True if the stream was ever open."""
         self.rests_until = -math.inf
         """Loop time when the ended stream is opened again; minus infinity while it is not
         resting."""
@@ -152,17 +152,17 @@ class ExpertLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether the host can ask the peer now."""
+        """True if the host can ask the peer now."""
         return self._stream is not None and not (self.fault or self._is_leaving)
 
     @property
     def is_resting(self) -> bool:
-        """Whether the stream has ended and waits for its next attempt."""
+        """True if the stream has ended and waits for its next attempt."""
         return self.rests_until > -math.inf
 
     @property
     def is_asked(self) -> bool:
-        """Whether a request to the peer is waiting for its answer."""
+        """True if a request to the peer is waiting for its answer."""
         return bool(self._waiting)
 
     @property

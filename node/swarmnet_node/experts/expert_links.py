@@ -60,7 +60,7 @@ class ExpertLinks:
 
     def __post_init__(self) -> None:
         self.has_looked = False
-        """Whether the directory has been read."""
+        """True if the directory has been read."""
         self.changes = 0
         """Number of link changes since the start."""
         self._loop = asyncio.get_running_loop()

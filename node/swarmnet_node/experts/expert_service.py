@@ -6,8 +6,8 @@ The life of a stream:
    it has, and again whenever they change.
 2. **Computing.** The peer computes requests of all hosts in the order of arrival, and stores no
    rows. A host waits for the answer in the middle of a forward. So in a process that also hosts
-   blocks, requests run on another thread than forwards. Otherwise two hosts, each of which waits
-   for the other's experts, would deadlock.
+   blocks, requests run on another thread than forwards. Otherwise two hosts that wait for each
+   other's experts would deadlock.
 3. **Ended.** The host closes the stream, or the peer does. The peer closes it for a violation of
    the protocol. It also closes a stream without work when all slots are taken and the stream's
    subnet holds most of them.

@@ -163,8 +163,8 @@ class AdapterStore:
     def _mark_idle(self, key: Key) -> None:
         """Mark an adapter as idle from now on.
 
-        It is dropped after ``idle_s``, or earlier if memory runs out: those that were idle for
-        longer go first.
+        The store drops it after ``idle_s``, or earlier if memory runs out: adapters that were idle
+        for longer go first.
         """
         kept = self._kept.pop(key)
         self._kept[key] = kept

@@ -36,16 +36,16 @@ class Slot:
     """Loop time of its last work, or of its start."""
     has_worked: bool = False
     at_work: bool = False
-    """Whether it waits for a computation of this host. Then it is not evicted."""
+    """True if it waits for a computation of this host. Then it is not evicted."""
     new_s: float = NEW_S
     """Seconds until its first work must arrive."""
     stands_by: bool = False
-    """Whether it belongs to a standby. No client waits for a standby, so it may be evicted at any
+    """True if it belongs to a standby. No client waits for a standby, so it may be evicted at any
     time."""
     is_spare: bool = False
-    """Whether it belongs to a standby that may stay only while the host has no other work."""
+    """True if it belongs to a standby that may stay only while the host has no other work."""
     is_batch: bool = False
-    """Whether it belongs to a batch. Then it may be evicted for any other work."""
+    """True if it belongs to a batch. Then it may be evicted for any other work."""
     _evicted: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod

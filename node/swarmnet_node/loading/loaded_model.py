@@ -36,7 +36,7 @@ class LoadedModel:
     layout: "DeviceLayout | None"
     """How blocks were fitted to the memory of accelerators. None on a CPU."""
     is_packed: bool
-    """Whether quantised weights stay as the checkpoint stores them."""
+    """True if quantised weights stay as the checkpoint stores them."""
     quantized: "Precision | None"
     """The precision that weights of 16 and 32 bits are rounded to. None keeps them."""
     preloaded: "list[Stage]"
@@ -46,7 +46,7 @@ class LoadedModel:
     """The routed experts that the options name. Empty if the node is still to choose them. None for
     all experts of its blocks."""
     has_blocks: bool
-    """Whether the node hosts blocks, not only experts."""
+    """True if the node hosts blocks, not only experts."""
     cache: "CacheOptions | None" = None
     """The experts of its blocks that stay on disk until needed. None if all are in memory."""
 

@@ -1,6 +1,6 @@
 """Keeps a node below its owner's memory limit.
 
-Whatever the limit leaves beside the program and the blocks is for clients: their KV caches,
+The program and the blocks take a part of the limit. The rest is for clients: their KV caches,
 activation logs, adapters and autograd graphs.
 """
 

@@ -71,7 +71,7 @@ class OwnerLimits:
 
     @property
     def are_conditional(self) -> bool:
-        """Whether the limits may pause the node without a command from its owner."""
+        """True if the limits may pause the node without a command from its owner."""
         return bool(self.monthly_bytes or self.schedule or self.idle_only or self.no_battery)
 
     def limit_link(self, link: LinkLimiter) -> None:

@@ -1,10 +1,10 @@
 """Announcements of routed experts: which peers compute which experts of a model for other hosts.
 
 An announcement is a claim: any peer may sign one that names every expert. It tells where to ask,
-and proves nothing. Hosts and peers with experts count only experts of which the peer itself has
-told them, on a stream, and which it has computed (``swarmnet_node/experts/``). Reading many claims
-has to be cheap, so :class:`ExpertSample` reads a bounded number, parses each once, and keeps one
-bit for each expert.
+and proves nothing. Hosts and peers with experts count an expert only if the peer has named it to
+them on a stream, and has computed it (``swarmnet_node/experts/``). Reading many claims has to be
+cheap, so :class:`ExpertSample` reads a bounded number, parses each once, and keeps one bit for each
+expert.
 """
 
 import math
@@ -119,7 +119,7 @@ class ExpertHost:
     precision: str = ""
     public_name: str = ""
     is_compatible: bool = True
-    """Whether the peer has this version of the protocol."""
+    """True if the peer has this version of the protocol."""
     capacity: int = 0
     """Most experts that the peer holds if hosts may choose them; 0 if its owner has chosen."""
     sequence: int = 0

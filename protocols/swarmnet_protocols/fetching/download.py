@@ -48,7 +48,7 @@ class PieceSource(Protocol):
     name: str
     """Names the source in error messages."""
     is_last: bool
-    """Whether other sources get the head start ``HUB_WAIT_S``. True for the hub."""
+    """True if other sources get the head start ``HUB_WAIT_S``. True for the hub."""
     connections: int
     """Most reads at the same time."""
     max_bytes: int

@@ -54,7 +54,7 @@ class PieceFile:
         self._head_bytes = 0
         self._hashes = bytearray()
         self.notes = False
-        """Whether arriving pieces have their hashes noted."""
+        """True if arriving pieces have their hashes noted."""
         self._starts: tuple[int, ...] = ()
         self._bits = bytearray()
         self._written: list[int] = []
@@ -63,7 +63,7 @@ class PieceFile:
 
     @property
     def exists(self) -> bool:
-        """Whether the partial file is on disk, with or without pieces."""
+        """True if the partial file is on disk, with or without pieces."""
         return self.path.is_file()
 
     @property

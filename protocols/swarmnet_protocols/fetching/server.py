@@ -51,14 +51,14 @@ class Library(Protocol):
 
 
 class Standing(IntEnum):
-    """How a stream took its last reply. The lowest standing gets the next turn."""
+    """The speed at which a stream took its last reply. The lowest standing gets the next turn."""
 
     TOOK = 0
     """It took the reply within its turn."""
     NEW = 1
     """It has had no reply."""
     LEFT = 2
-    """Whether the stream did not take the reply within its turn. All other streams have their turn
+    """True if the stream did not take the reply within its turn. All other streams have their turn
     before it then."""
 
 

@@ -59,7 +59,7 @@ class Whereabouts:
     seen: tuple[str, ...] = ()
     """Addresses that peers announced. They must pass ``net/dialling.py``."""
     mdns: bool = False
-    """Whether to look in the local network, too, if no address answers."""
+    """True if to look in the local network, too, if no address answers."""
 
 
 async def ask_issuers(

@@ -114,7 +114,7 @@ class LocalNetwork:
         self._is_on_loopback = bool(listen) and all(
             (ip := ip_of(each)) is not None and ip.is_loopback for each in listen
         )
-        """Whether this peer listens on loopback only. Then the swarm is on this machine, and
+        """True if this peer listens on loopback only. Then the swarm is on this machine, and
         nothing is sent to its networks."""
         self._found: dict[PeerId, dict[str, tuple[str, ...]]] = {}
         """Peer → name that it announced → addresses."""

@@ -133,16 +133,16 @@ class Network:
     """This peer. Its ``bootstrap`` comes from the swarm file and from the owner. Its ``named`` are
     the addresses in ``known`` that the owner gave."""
     is_anonymous: bool = False
-    """Whether each connection has a new identity, instead of the one of ``peer``."""
+    """True if each connection has a new identity, instead of the one of ``peer``."""
     may_begin: bool = False
-    """Whether this peer may begin the swarm again when no other peer of it answers."""
+    """True if this peer may begin the swarm again when no other peer of it answers."""
     known: tuple[str, ...] = ()
     """Addresses from earlier connections. They need not answer. Addresses that the owner did not
     give must pass ``net/dialling.py``."""
     remember: Callable[[Sequence[str]], None] | None = None
     """Stores addresses of peers in the swarm, to become ``known`` next time. Raises ``OSError``."""
     mdns: bool = False
-    """Whether to find peers in the local network, and announce this one there."""
+    """True if to find peers in the local network, and announce this one there."""
     membership_folder: Path | None = None
     """Folder of the certificate and the revocation lists. None: memory only."""
     adopt: Callable[[bytes], Rules] | None = None

@@ -28,7 +28,7 @@ LOOK_S = 1.0
 """Seconds between two looks at the files. A change counts once it is as old as that, because a
 rotation replaces first the swarm file and then the key."""
 SEEN_S = 60.0
-"""Seconds between two records of which members are connected."""
+"""Seconds between two records of the connected members."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ else:
     import resource  # noqa: TID251
 
 HAS_UNIX_SOCKETS = sys.platform != "win32"
-"""Whether asyncio and gRPC support unix sockets here."""
+"""True if asyncio and gRPC support unix sockets here."""
 LOCK_START = 1 << 30
 """First byte that a lock covers on Windows.
 

@@ -65,7 +65,7 @@ class Issued:
 
 
 class IssuedCertificates:
-    """Records of which peers redeemed which invites, in one SQLite file (0600).
+    """Records of peers and the invites that they redeemed, in one SQLite file (0600).
 
     A method returns once its change is on disk. Methods raise ``OutOfResources`` when the file
     cannot be read or written.

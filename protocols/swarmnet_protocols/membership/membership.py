@@ -98,7 +98,7 @@ class Membership:
 
     @property
     def is_public(self) -> bool:
-        """Whether every peer is a member and no key can revoke one. Then there are no
+        """True if every peer is a member and no key can revoke one. Then there are no
         handshakes."""
         return self.rules.admission is Admission.OPEN and not self.rules.keys
 
@@ -111,10 +111,10 @@ class Membership:
     def me(self) -> Member:
         """Return this peer as a member, by the same decision as for any other peer.
 
-        Two lists that revoke this peer are outdated, perhaps: one that did so before its
-        certificate was issued, because no issuer certifies a revoked peer, and one from the folder,
-        until another peer shows it again. Peers with the newer list admit this peer and hand the
-        list over. Raises ``NotAuthorised`` if this peer is not a member.
+        Two lists that revoke this peer may be outdated. One list did so before the certificate was
+        issued, because no issuer certifies a revoked peer. The other comes from the folder, until
+        another peer shows it again. Peers with the newer list admit this peer and hand the list
+        over. Raises ``NotAuthorised`` if this peer is not a member.
         """
         if self._own is None:
             self._own = self.open(self.certificate)

@@ -83,7 +83,7 @@ class Rules:
 
     @property
     def needs_certificate(self) -> bool:
-        """Whether every member needs a certificate."""
+        """True if every member needs a certificate."""
         return self.admission is Admission.CERTIFICATE
 
     def trusts(self, key: bytes, now: float) -> bool:

@@ -122,7 +122,7 @@ class LocalModel:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every file is on this machine as a whole."""
+        """True if every file is on this machine as a whole."""
         return not self.parts.partial()
 
     @property

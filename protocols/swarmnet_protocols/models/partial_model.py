@@ -307,7 +307,7 @@ class ModelBuilder:
     def empty(self) -> nn.Module:
         """Return the model on the meta device: shapes without values.
 
-        Raises ``ConfigError`` for a config of which none can be built.
+        Raises ``ConfigError`` for a config without such a model.
         """
         try:
             with _META, _SkipInitialisation():

@@ -11,9 +11,9 @@ for what:
   has the hash in the manifest, the table becomes known.
 - Without a table, pieces come from the hub only, and their hashes are *noted* when they arrive.
 
-A file without a table is fetched whole, and its table made from it, in three cases: most of it is
-needed, it is no longer than a piece, or the swarm file names the model. In the last case only the
-model's hashes are trusted.
+A file without a table is fetched whole in three cases: most of it is needed, it is no longer than a
+piece, or the swarm file names the model. The table is then made from the file. In the last case
+only the model's hashes are trusted.
 """
 
 import time

@@ -53,7 +53,7 @@ class FramedStream:
         self.arrives_by = 0.0
         """Loop time when all sent bytes have arrived, over the slowest link worth using."""
         self._is_mid_message = False
-        """Whether part of a message has been sent. The other side would take any other frame for
+        """True if part of a message has been sent. The other side would take any other frame for
         the rest."""
         self._closed = False
         self._control = bytearray()

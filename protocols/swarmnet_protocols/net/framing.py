@@ -143,7 +143,7 @@ class FrameReader:
         self._receive_window = receive_window
         self._sizes: tuple[int, int] | None = None
         self._is_started = False
-        """Whether the receive window knows of the current message."""
+        """True if the receive window knows of the current message."""
         self._refusal = b""
         self._body: bytes | bytearray = b""
         self._waited_s = 0.0
@@ -151,7 +151,7 @@ class FrameReader:
 
     @property
     def is_ending(self) -> bool:
-        """Whether a refusal or the end of the stream has begun to arrive."""
+        """True if a refusal or the end of the stream has begun to arrive."""
         return self._sizes is not None and self._sizes[0] == REFUSED
 
     def drop(self) -> None:

@@ -1,9 +1,9 @@
 """Multiaddrs: the text form of a peer's address, parsed once into a typed value.
 
-Addresses come from peers, from p2pd and from files. :func:`parse_multiaddr` accepts only what this
-project dials or listens on: an IP address, a TCP or UDP port, and the rest of the path, such as
-``quic-v1`` or a relay. All other code works on :class:`Multiaddr`, so no other module splits text
-that a peer sent.
+Addresses come from peers, from p2pd and from files. :func:`parse_multiaddr` accepts only addresses
+that this project dials or listens on. They have an IP address, a TCP or UDP port, and the rest of
+the path, such as ``quic-v1`` or a relay. All other code works on :class:`Multiaddr`, so no other
+module splits text that a peer sent.
 """
 
 import ipaddress
@@ -40,7 +40,7 @@ class Multiaddr:
 
     @property
     def is_relayed(self) -> bool:
-        """Whether the address leads through a relay. Then ``ip`` and ``port`` are the relay's."""
+        """True if the address leads through a relay. Then ``ip`` and ``port`` are the relay's."""
         return "p2p-circuit" in self.rest
 
     def without_peer(self) -> "Multiaddr":

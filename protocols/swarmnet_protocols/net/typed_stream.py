@@ -71,7 +71,7 @@ class AdaptiveTimeout:
 
 
 class Patience(NamedTuple):
-    """How long one side of a stream waits for the other."""
+    """The time that one side of a stream waits for the other."""
 
     silence_s: float
     """Most seconds between two messages of the other side, heartbeats included.

@@ -52,7 +52,7 @@ class PackedHead(nn.Linear):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the weight still has the values that were packed."""
+        """True if the weight still has the values that were packed."""
         seen, version = self._seen
         return (
             self.weight is seen

@@ -176,7 +176,7 @@ class PackedTensor:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether the weights are in the machine's memory, not in an accelerator's."""
+        """True if the weights are in the machine's memory, not in an accelerator's."""
         return isinstance(self.segments[0].data, np.ndarray)
 
     @property

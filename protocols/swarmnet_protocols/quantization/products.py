@@ -3,10 +3,9 @@ elsewhere in torch. C reads and writes arrays of numpy, and torch is imported wh
 
 C multiplies codes and float32 activations as exact integers (``product.h``). So a result has the
 same bits on every processor, and in a batch of any number of rows. Torch unpacks the matrix a panel
-at a time and multiplies the panels: for gradients, for activations of 16 bits, for many rows on
-processors that have plain C only, and on accelerators.
-Activations keep 24 bits, so results equal the product with dequantised weights, up to the rounding
-of sums.
+at a time and multiplies the panels. It does so for gradients, for activations of 16 bits, for many
+rows on processors that have plain C only, and on accelerators. Activations keep 24 bits, so results
+equal the product with dequantised weights, up to the rounding of sums.
 
 On a CPU, loading interleaves the rows of packed matrices: C reads 16 of them side by side.
 """

@@ -77,12 +77,12 @@ class Reachability:
 
     @property
     def is_open(self) -> bool:
-        """Whether other peers can dial this one. True while unknown."""
+        """True if other peers can dial this one. True while unknown."""
         return self._is_open is not False
 
     @property
     def is_surely_open(self) -> bool:
-        """Whether other peers have dialled this one when asked."""
+        """True if other peers have dialled this one when asked."""
         return self._is_open is True
 
     @property

@@ -126,7 +126,7 @@ class Relay:
 
     @property
     def relays(self) -> bool:
-        """Whether the owner lets this peer relay, and other peers can dial it."""
+        """True if the owner lets this peer relay, and other peers can dial it."""
         return self._link.may_relay and self._is_open()
 
     @property

@@ -201,7 +201,7 @@ class _Path(NamedTuple):
     factor: float
     """Multiplies the costs of the last hop."""
     is_final: bool
-    """Whether the last hop goes to the end of the span."""
+    """True if the last hop goes to the end of the span."""
     before: "_Path | None"
 
     @property

@@ -106,7 +106,7 @@ class View:
     hops: Sequence[Hop] = ()
     """Open hops of the chain that the search replaces or extends."""
     explore: bool = False
-    """Whether an unmeasured host may count as fast as the fastest measured one, if it announces
+    """True if an unmeasured host may count as fast as the fastest measured one, if it announces
     that speed. This is how new hosts get measured."""
 
     def delay_between(self, one: PeerId | None, other: PeerId | None) -> float:

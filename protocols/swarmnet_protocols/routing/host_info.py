@@ -38,9 +38,9 @@ class HostInfo:
     manifest: bytes = field(default=b"", compare=False)
     """SHA-256 of the model's manifest."""
     is_open: bool = True
-    """Whether other peers can dial it, as far as is known."""
+    """True if other peers can dial it, as far as is known."""
     is_symmetric: bool = False
-    """Whether the host is behind a router that allows no hole punching."""
+    """True if the host is behind a router that allows no hole punching."""
     precision: str = ""
     """Precision of its computation, as in ``HostRecord``; empty if unknown."""
     arithmetic: str = ""
@@ -60,9 +60,9 @@ class HostInfo:
     next_span: tuple[int, int] | None = field(default=None, compare=False)
     """Blocks that the host is about to move to; None unless it moves."""
     stays: bool = field(default=False, compare=False)
-    """Whether its owner has fixed its blocks."""
+    """True if its owner has fixed its blocks."""
     may_switch: bool = field(default=False, compare=False)
-    """Whether it may switch to another model of the swarm."""
+    """True if it may switch to another model of the swarm."""
     load: float = field(default=0.0, compare=False)
     """Share of the last minutes that it spent computing, in [0, 1]."""
     missing_experts: str = field(default="", compare=False)
@@ -75,7 +75,7 @@ class HostInfo:
     record: bytes = field(default=b"", compare=False, repr=False)
     """The sealed announcement."""
     is_hop: bool = False
-    """Whether this is an open hop of the chain that a search repairs. The search keeps such a hop
+    """True if this is an open hop of the chain that a search repairs. The search keeps such a hop
     with all its blocks, or replaces it."""
 
     @property

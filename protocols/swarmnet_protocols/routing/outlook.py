@@ -66,7 +66,7 @@ class Outlook:
 
     @cached_property
     def is_balanced(self) -> bool:
-        """Whether the throughput is so close to the mean that no move could raise it clearly."""
+        """True if the throughput is so close to the mean that no move could raise it clearly."""
         return self.throughput >= (1 - DEAD_BAND) * self.mean
 
     @cached_property

@@ -75,7 +75,7 @@ one move do that."""
 
 
 class Kind(Enum):
-    """How a host may relocate. It announces the relocation before it acts."""
+    """A way to relocate. A host announces the relocation before it acts."""
 
     SHRINK = auto()
     """Serve some of the present blocks."""
@@ -96,7 +96,7 @@ class Relocation:
     end: int
     reason: str
     fills_gap: bool = False
-    """Whether the model cannot be served without this move. The host then waits neither for its
+    """True if the model cannot be served without this move. The host then waits neither for its
     sessions nor for another host of its blocks."""
     manifest: bytes = b""
     """Manifest of the model that the host switches to. The host chooses its blocks again when it

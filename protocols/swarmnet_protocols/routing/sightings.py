@@ -89,7 +89,7 @@ class Sighting:
 
     @property
     def is_known(self) -> bool:
-        """Whether the host has ever answered."""
+        """True if the host has ever answered."""
         return self.answered_at > -math.inf
 
     def has_failed(self, now: float) -> bool:

@@ -50,18 +50,18 @@ class Claim:
     blocks_per_s: float = 1.0
     settled: bool = True
     may_move: bool = True
-    """Whether the host may move to other blocks; false if its owner has fixed them."""
+    """True if the host may move to other blocks; false if its owner has fixed them."""
     may_switch: bool = False
-    """Whether the host may switch to another model of the swarm."""
+    """True if the host may switch to another model of the swarm."""
     load: float = 0.0
     """Share of the last minutes that the host spent computing, in [0, 1]."""
     seen: bool = True
-    """Whether the reader has called the host and it confirmed these blocks (``sightings.py``)."""
+    """True if the reader has called the host and it confirmed these blocks (``sightings.py``)."""
     place: str = ""
     """Subnet where the reader reached the host. Hosts of one place count as one host; empty counts
     alone."""
     proven: bool = False
-    """Whether the host has lately computed one of these blocks for the reader."""
+    """True if the host has lately computed one of these blocks for the reader."""
 
 
 def usual_speed(claims: Iterable[Claim]) -> float:

@@ -23,7 +23,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a program is started.
+    """The start of a program.
 
     - ``environment``: variables that the program gets. None removes a variable.
     - ``defaults``: variables that the program gets unless the user has set them.

@@ -28,7 +28,7 @@ class Conversation:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the model continues the text of all turns, without a chat template."""
+        """True if the model continues the text of all turns, without a chat template."""
         return self.raw or not self.tokenizer.chat_template
 
     def encode(self) -> list[int]:

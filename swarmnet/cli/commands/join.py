@@ -162,7 +162,7 @@ class NodeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ForegroundOptions:
-    """How a node runs in a terminal, or under another program."""
+    """The options of a node in a terminal, or under another program."""
 
     serve: Annotated[
         tuple[str, int] | None,

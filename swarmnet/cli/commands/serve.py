@@ -175,7 +175,7 @@ class EndpointOptions:
     as_json: JsonFlag = False
     stop_on_eof: StopOnEofFlag = False
     demo: Annotated[bool, typer.Option("--demo", hidden=True)] = False
-    """Whether the page has a button that kills a host: `swarmnet demo` waits for the event."""
+    """True if the page has a button that kills a host: `swarmnet demo` waits for the event."""
 
     def access(self, own_key: str) -> "AccessPolicy":
         """Return the access rules of the endpoint. ``own_key``: the secret of this user's commands.

@@ -96,7 +96,7 @@ class Volunteer:
     _rng: random.Random = field(default_factory=random.Random)
     _is_switching: bool = False
     _is_stopped: bool = False
-    """Whether the owner stopped the command."""
+    """True if the owner stopped the command."""
 
     @property
     def machine(self) -> MachineOptions:

@@ -133,7 +133,7 @@ class PeerTracker:
 
     @property
     def hosts_blocks(self) -> bool:
-        """Whether the newest record of the peer announces blocks."""
+        """True if the newest record of the peer announces blocks."""
         announced = self.observation.announced
         return announced is not None and announced.end > 0
 

@@ -31,7 +31,7 @@ class PollCandidate:
     since_s: float
     answers: bool = False
     polled: bool = False
-    """Whether it has a slot at present."""
+    """True if it has a slot at present."""
     failures: int = 0
     """Failed polls since the last one that succeeded."""
 

@@ -72,7 +72,7 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """How much a model thinks before it answers.
+    """The thinking of a model before it answers.
 
     - ``effort``: as the chat template takes it, such as ``low``. ``none`` switches thinking off.
     - ``budget``: most tokens of thoughts; None for no limit.

@@ -90,7 +90,7 @@ HARMONY = ToolFormat(
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How a family of models writes an answer.
+    """A family's way to write an answer.
 
     - ``think``: the texts around thoughts; empty if the template knows none.
     - ``text_open``: the text before what the user reads.

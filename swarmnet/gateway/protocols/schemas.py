@@ -211,7 +211,7 @@ class StreamOptions(StrictModel):
 
 
 class SamplingBody(StrictModel):
-    """How tokens are chosen, as OpenAI's and Ollama's clients say it."""
+    """The choice of tokens, as OpenAI's and Ollama's clients describe it."""
 
     temperature: Temperature = None
     top_p: TopP = None

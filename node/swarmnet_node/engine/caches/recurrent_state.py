@@ -78,7 +78,7 @@ class SequenceStates:
         """Allocates ``geometry.nbytes``."""
         self.length = 0
         self.is_torn = False
-        """Whether a forward failed after it changed some of the states. ``restore`` repairs
+        """True if a forward failed after it changed some of the states. ``restore`` repairs
         them."""
         self._slots = {
             state.key: torch.zeros((1 + SNAPSHOTS, *state.shape), dtype=state.dtype, device=state.device)

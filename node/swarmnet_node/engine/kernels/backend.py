@@ -7,9 +7,8 @@ implementation, and call it in three ways:
 1. ``torch_layers/llama_layers.py`` computes layers of the Llama shape entirely with the backend,
    from joined weights.
 2. transformers runs layers of any other shape. Their attention and LoRA updates go to the backend.
-3. A backend may offer a :class:`DecodeStep`, which computes all layers of a stage in one call:
-   with few positions, the overhead of each operation is long compared with the time to read its
-   weights.
+3. A backend may offer a :class:`DecodeStep`, which computes all layers of a stage in one call. With
+   few positions, the overhead of each operation is long compared with the time to read its weights.
 
 There are two backends: ``TorchBackend`` has every operation on every device; ``NativeBackend`` adds
 a decode step in C. Both read packed weights (``swarmnet_protocols.quantization``).
@@ -69,7 +68,7 @@ class Norm:
     eps: float
     bias: Any = None
     is_centred: bool = False
-    """Whether the mean is subtracted first: a LayerNorm."""
+    """True if the mean is subtracted first: a LayerNorm."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class AttentionRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the attention is softmax(scaling * QKᵀ)V, without window, cap or sinks."""
+        """True if the attention is softmax(scaling * QKᵀ)V, without window, cap or sinks."""
         return self.sliding_window is None and self.softcap is None and self.sinks is None
 
 
@@ -280,7 +279,7 @@ class Backend(Protocol):
     """
 
     is_exact: bool
-    """Whether it has decode steps in C."""
+    """True if it has decode steps in C."""
 
     def linear(self, inputs: "torch.Tensor", linear: Linear) -> "torch.Tensor":
         """Multiply: [T, inputs] to [T, outputs]."""

@@ -34,7 +34,7 @@ class Mixture:
     correction: str = ""
     """The buffer that is added to the scores that choose experts. Empty without one."""
     is_sigmoid: bool = False
-    """Whether scores are sigmoids of the router's outputs. Otherwise scores are the softmax."""
+    """True if scores are sigmoids of the router's outputs. Otherwise scores are the softmax."""
     normalises: str = ""
     """The setting that divides the weights of a position by their sum. Empty if a family always
     divides."""
@@ -44,7 +44,7 @@ class Mixture:
     """Modules of the MLP that computes every position. Empty without one."""
     shared_down: str = ""
     has_share: bool = False
-    """Whether the last module of ``shared_gate_up`` has one output. Its sigmoid multiplies the
+    """True if the last module of ``shared_gate_up`` has one output. Its sigmoid multiplies the
     outputs of the MLP."""
 
 
@@ -63,7 +63,7 @@ class Family:
     key_norm: str = "self_attn.k_norm"
     value_norm: str = ""
     is_centred: bool = False
-    """Whether norms are LayerNorms, which subtract the mean. Others are RMSNorms."""
+    """True if norms are LayerNorms, which subtract the mean. Others are RMSNorms."""
     gain: float = 0.0
     """Number that is added to the weights of norms."""
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -74,13 +74,13 @@ class Family:
     activation: str = "hidden_act"
     """The setting that names the activation."""
     is_parallel: bool = False
-    """Whether the MLP has the same inputs as attention."""
+    """True if the MLP has the same inputs as attention."""
     is_interleaved: bool = False
-    """Whether rotary embeddings turn neighbours."""
+    """True if rotary embeddings turn neighbours."""
     unrotated: str = ""
     """The type of layers without rotary embedding."""
     has_shared_values: bool = False
-    """Whether keys are the values where a block has no projection of values."""
+    """True if keys are the values where a block has no projection of values."""
     scale: str = ""
     """A number by which a block multiplies its outputs."""
     mixture: Mixture | None = None
@@ -116,7 +116,7 @@ class BlockShape:
     chosen: int = 0
     """Experts of a position. 0 in a block without routed experts."""
     is_normalised: bool = False
-    """Whether the weights of these experts are divided by their sum."""
+    """True if the weights of these experts are divided by their sum."""
     mixed_scale: float = 1.0
     """Factor of the weights."""
 

@@ -30,7 +30,7 @@ class RotaryEmbedding:
     scale: float
     """Factor of cosines and sines."""
     is_interleaved: bool
-    """Whether a pair is two neighbours. Otherwise component i is paired with component i plus the
+    """True if a pair is two neighbours. Otherwise component i is paired with component i plus the
     number of frequencies."""
 
 

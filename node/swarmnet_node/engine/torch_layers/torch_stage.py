@@ -197,7 +197,7 @@ class TorchStage(Stage):
 
     @property
     def has_recordings(self) -> bool:
-        """Whether decode steps are recorded."""
+        """True if decode steps are recorded."""
         return self._graphs is not None and not self._graphs.failure
 
     @torch.inference_mode()

@@ -39,7 +39,7 @@ NO_ATTENTION = LayerShape(0, 0, 0)
 
 @dataclass(frozen=True)
 class ForwardMethod:
-    """How a stage computes a forward: with transformers' own layers, unless it has faster ones."""
+    """A way to compute a forward: with transformers' own layers, or with faster ones."""
 
     layers: Sequence[DecoderLayer] = ()
     """The layers as data. Empty if they are known to transformers only."""
@@ -48,7 +48,7 @@ class ForwardMethod:
     decode_step: DecodeStep | None = None
     """The backend's forward of few positions, or of any number."""
     is_fused: bool = False
-    """Whether attention over an arena takes one call for all sequences."""
+    """True if attention over an arena takes one call for all sequences."""
 
     def part(self, start: int, end: int, backend: Backend) -> "ForwardMethod":
         """Return the method for layers [start, end)."""
@@ -81,7 +81,7 @@ class LayerNeeds:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every layer has attention, and no layer has recurrent states."""
+        """True if every layer has attention, and no layer has recurrent states."""
         return self.states is None and NO_ATTENTION not in self.shapes
 
 

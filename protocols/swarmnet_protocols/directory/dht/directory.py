@@ -219,7 +219,7 @@ class DhtDirectory:
 
     @property
     def knows_peers(self) -> bool:
-        """Whether any other peer of the DHT is known."""
+        """True if any other peer of the DHT is known."""
         return self.known_peers > 0
 
     def peers(self) -> dict[PeerId, tuple[str, ...]]:

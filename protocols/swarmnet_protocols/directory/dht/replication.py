@@ -113,7 +113,7 @@ class Replicator:
 
     @property
     def is_short(self) -> bool:
-        """Whether some record has too few replicas, because peers refused to store it."""
+        """True if some record has too few replicas, because peers refused to store it."""
         return bool(self._short)
 
     async def _put(self, nearest: _Replicas, record: Record, sealed: bytes) -> _Replicas:

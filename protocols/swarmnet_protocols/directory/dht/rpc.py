@@ -61,7 +61,7 @@ class GuardedP2P:
         self._contacts = contacts
         self._origin = ""
         self._is_called = False
-        """Whether this peer serves calls. Then it tells the peers it calls how to call it back."""
+        """True if this peer serves calls. Then it tells the peers it calls how to call it back."""
         self._protocols = {protocol.id: protocol for protocol in DIRECTORY}
 
     async def add_protobuf_handler(

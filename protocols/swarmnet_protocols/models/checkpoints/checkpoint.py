@@ -32,7 +32,7 @@ NotImplementedError."""
 
 @dataclass(frozen=True)
 class BlockNaming:
-    """How a checkpoint names the tensors of a block.
+    """The names of a block's tensors in a checkpoint.
 
     - ``pattern``: its groups are the text before the block's number, the number, and the rest.
     - ``renames``: maps prefixes of tensor names to transformers' prefixes; the first match applies.
@@ -74,7 +74,7 @@ class WeightForm:
     An accelerator gets 16-bit weights as ordinary tensors.
     """
     packed: bool = False
-    """Whether weights stay packed, if transformers does not change their values.
+    """True if weights stay packed, if transformers does not change their values.
 
     This holds for quantised and 16-bit weights of linear modules, embeddings and experts.
     """

@@ -1,8 +1,8 @@
 """Where a checkpoint's tensors belong in modules of routed experts, and the matrices they become.
 
-Checkpoints differ: a tensor for each matrix of each expert, or one for all experts; gate and up
-projection together or apart; rows or columns first. transformers' own conversion tells which of
-these a family uses, so no family needs code here.
+Checkpoints differ. They have a tensor for each matrix of each expert, or one for all experts. Gate
+and up projection are together or apart. Rows or columns come first. transformers' own conversion
+tells which of these a family uses, so no family needs code here.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -38,12 +38,12 @@ class ExpertPlace:
     parameter: str
     count: int
     is_transposed: bool
-    """Whether the matrices of a merged, unquantised tensor are [inputs, outputs]."""
+    """True if the matrices of a merged, unquantised tensor are [inputs, outputs]."""
     part: int = 0
     parts: int = 1
     expert: int | None = None
     takes_turns: bool = False
-    """Whether the rows of the parts take turns. Otherwise they follow one another."""
+    """True if the rows of the parts take turns. Otherwise they follow one another."""
 
     @property
     def weight(self) -> str:

@@ -23,11 +23,11 @@ def file_of(root: Path, name: str, *, has_weights: bool = False) -> Path | None:
     """Return the path of a file of the model in folder ``root``, or None if the folder has no such
     file.
 
-    The members of a swarm get these files on request. So a file must be part of the model: an
-    ordinary file in the folder, or a link to one there or, in a snapshot of the hub's cache, to one
-    of the blobs of the same repository. A file without weights, whose content nothing else checks,
-    must have no other name on the disk (a hard link) and at most ``MAX_METADATA_BYTES``. Raises
-    ``ConfigError``, or ``IntegrityError`` for a file that cannot be read or is too large.
+    The members of a swarm get these files on request. So a file must be part of the model. It is an
+    ordinary file in the folder, or a link to one there. In a snapshot of the hub's cache, it may
+    link to a blob of the same repository. A file without weights, whose content nothing else
+    checks, must have no other name on the disk (a hard link) and at most ``MAX_METADATA_BYTES``.
+    Raises ``ConfigError``, or ``IntegrityError`` for a file that cannot be read or is too large.
     """
     path = root / name
     try:

@@ -42,10 +42,10 @@ class Scheme:
     weight: str = ".weight"
     optional: tuple[str, ...] = ()
     is_expanded: bool = False
-    """Whether no packed format supports the groups of the scheme. Its weights then become
+    """True if no packed format supports the groups of the scheme. Its weights then become
     float32."""
     is_transposed: bool = False
-    """Whether files swap the last two dimensions of weights with three dimensions."""
+    """True if files swap the last two dimensions of weights with three dimensions."""
 
     def weights(self, names: Iterable[str], slice_of: Callable[[str], Any]) -> "list[StoredWeight]":
         """Return the quantised weights among tensors. ``slice_of`` returns a lazy slice: indexing

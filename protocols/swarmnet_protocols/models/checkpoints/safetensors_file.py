@@ -61,7 +61,8 @@ HUB_PATTERNS = (*METADATA_PATTERNS, INDEX_NAME, SINGLE_NAME, "model-*.safetensor
 _SAME_TYPES = {"kimi_k2": "deepseek_v3"}
 """Names that published files have for a ``model_type`` of transformers (MLX LM knows the same)."""
 MAX_BLAMED = 200
-"""Settings that are left out one at a time, to find the one that transformers cannot read."""
+"""Most settings that are left out, one at a time, to find the setting that transformers cannot
+read."""
 _SHORT_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
 _STACKS = {
     "model.language_model.": "model.",
@@ -188,7 +189,7 @@ class SafetensorsCheckpoint:
 
     @cached_property
     def _scheme(self) -> "Scheme | None":
-        """How the weights are quantised. Raises ``ConfigError`` for an unsupported way."""
+        """The quantisation of the weights. Raises ``ConfigError`` for an unsupported way."""
         from swarmnet_protocols.models.checkpoints.quantized_weights import scheme_of
 
         settings = getattr(self._config(), "quantization_config", None)

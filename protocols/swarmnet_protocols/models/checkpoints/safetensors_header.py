@@ -41,7 +41,7 @@ class StoredTensor:
     """The type of its elements: ``BF16``."""
     shape: tuple[int, ...]
     is_mapped: bool = True
-    """Whether values stay in the file, mapped into memory, until they are changed.
+    """True if values stay in the file, mapped into memory, until they are changed.
 
     Mapping reads faster, and processes share the memory. But mapped pages count as memory of the
     process while values are kept. So otherwise values are copied into memory of their own.

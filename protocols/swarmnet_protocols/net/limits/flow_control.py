@@ -125,7 +125,7 @@ class ReceiveWindow:
 
     @property
     def is_open(self) -> bool:
-        """Whether a payload that needs credit is under way."""
+        """True if a payload that needs credit is under way."""
         return self._received_bytes < self._size_bytes
 
     @property

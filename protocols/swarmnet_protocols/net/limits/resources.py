@@ -139,7 +139,7 @@ class Scope:
         """Reservations that wait for a release in this scope: the resource, and a check whether
         enough is free."""
         self._is_subnet = False
-        """Whether this is the scope of a subnet."""
+        """True if this is the scope of a subnet."""
         self._path: tuple[Scope, ...] = (self, *(parent._path if parent else ()))
         self._children: weakref.WeakSet[Scope] = weakref.WeakSet()
         is_peer = parent is None or parent is parent._path[-1]
@@ -265,7 +265,7 @@ class Scope:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether this is the scope of an unknown peer, or lies within it."""
+        """True if this is the scope of an unknown peer, or lies within it."""
         return self._parent is not None and not any(self.owner.used[resource] for resource in KNOWN_BY)
 
     def wake(self, resource: Resource) -> None:

@@ -59,7 +59,7 @@ class StreamScope:
         self._send_at = 0.0
         self._is_open = True
         self._has_message = False
-        """Whether a received message holds memory. The next ``receive`` releases it."""
+        """True if a received message holds memory. The next ``receive`` releases it."""
         self._stream = peer_scope.reserve(resource)
         self._message = peer_scope.reserve(Resource.MEMORY, 0)
         self._active = peer_scope.reserve(Resource.ACTIVE_STREAMS, 0)
@@ -107,12 +107,12 @@ class StreamScope:
 
     @property
     def holds_memory(self) -> bool:
-        """Whether memory is reserved for the message being read."""
+        """True if memory is reserved for the message being read."""
         return self._message.amount > 0
 
     @property
     def is_memory_awaited(self) -> bool:
-        """Whether a message, of any peer, waits until others release memory."""
+        """True if a message, of any peer, waits until others release memory."""
         return self.peer_scope.is_awaited(Resource.MEMORY)
 
     def check_size(self, size_bytes: int) -> None:

@@ -40,7 +40,7 @@ state."""
 
 
 class Use(IntEnum):
-    """How much a connection is used. The lowest value is closed first."""
+    """The use of a connection. The lowest value is closed first."""
 
     IDLE = 0
     NEW = 1

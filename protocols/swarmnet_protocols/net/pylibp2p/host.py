@@ -79,7 +79,7 @@ class PyLibp2p(P2pd):
         self._streams = 0
         self._carrier = Carrier()
         self._returns_memory = False
-        """Whether a return of freed memory to the system is scheduled."""
+        """True if a return of freed memory to the system is scheduled."""
         self._max_buffered_bytes = 0
         """Upper bound of the unread bytes. An exact count looks at every stream."""
         self._sockets: list[socket.socket] = []

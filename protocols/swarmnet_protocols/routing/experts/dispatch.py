@@ -71,7 +71,7 @@ class ExpertPeer:
     capacity: int
     rows_per_s: float = 1.0
     is_fixed: bool = False
-    """Whether the owner chose the experts. They then stay where they are."""
+    """True if the owner chose the experts. They then stay where they are."""
 
     def __post_init__(self) -> None:
         if self.capacity < 0 or not 0.0 < self.rows_per_s < math.inf:

@@ -1,8 +1,8 @@
 """Choose the experts of each peer, as a pure function of expert use and peers.
 
-``dispatch.py`` defines the two costs: messages, and the time that the trunk waits for the busiest
-peer of a block. :func:`place_experts` places each block separately, because rows begin and end at
-the trunk of the block. The trunk's own experts take no part. Let
+``dispatch.py`` defines two costs: messages, and the time that the trunk waits for the busiest peer
+of a block. :func:`place_experts` places each block separately, because rows begin and end at the
+trunk of the block. The trunk's own experts take no part. Let
 
 - w_i be the share of rows that chose expert i,
 - T_ij the share of rows that chose both i and j,

@@ -128,8 +128,8 @@ def head_sizes(header: Header) -> tuple[int, int]:
 
 
 def mscale(header: Header) -> Any:
-    """Return ``mscale_all_dim``, of which the key of the file holds a tenth. llama.cpp uses the
-    same value as ``mscale`` (llama-context.cpp)."""
+    """Return ``mscale_all_dim``. The key of the file holds a tenth of it. llama.cpp uses the same
+    value as ``mscale`` (llama-context.cpp)."""
     found = header.own.get("rope.scaling.yarn_log_multiplier")
     return LEFT_OUT if found is None else round(10 * found, 6)
 

@@ -33,7 +33,7 @@ _TOKENIZER = re.compile(
     r"model|pre|tokens|token_type|token_type_count|scores|merges|\w+_token_id"
     r"|add_(bos|eos|sep)_token|add_space_prefix|remove_extra_whitespaces))"
 )
-"""Keys of the tokenizer. ``tokenizer.py`` and ``end_tokens.py`` read those that they need."""
+"""Keys of the tokenizer. ``tokenizer.py`` and ``end_tokens.py`` read the keys that they need."""
 
 
 def config_of(header: Header) -> "PretrainedConfig":

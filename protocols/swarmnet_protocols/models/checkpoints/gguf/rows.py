@@ -108,7 +108,7 @@ def needs(tensor: str, setting: Setting) -> Setting:
 
 @dataclass(frozen=True)
 class Weight:
-    """How to make a weight of transformers from tensors of a block."""
+    """The recipe of a weight of transformers from tensors of a block."""
 
     tensors: tuple[str, ...] = ()
     """Names of tensors within the block, with endings such as ``.weight``. Empty: the usual name in

@@ -67,9 +67,9 @@ class WordSplitting:
 
     expressions: tuple[str, ...]
     ignores_merges: bool = False
-    """Whether a word that is a token becomes that token, even if the merges would give others."""
+    """True if a word that is a token becomes that token, even if the merges would give others."""
     adds_bos: bool = False
-    """Whether prompts begin with the BOS token in files that do not say so."""
+    """True if prompts begin with the BOS token in files that do not say so."""
 
 
 def _named(
