@@ -11,7 +11,7 @@ from functools import partial
 
 from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
 from swarmnet_node.training.pipeline.stage_workers import StagedJob
-from swarmnet_node.training.pipeline.turns import Turns, Urgency
+from swarmnet_node.training.pipeline.turns import Turns
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, PeerId
@@ -153,7 +153,7 @@ class StageAuditor:
             inputs = await fetch(before, receipt.inputs, gradient=False)
             grad_outputs = await fetch(after, receipt.grad_outputs, gradient=True)
             answer = await self._turns.run(
-                Urgency.FORWARD, lambda: passes.answer(receipt.state, inputs, grad_outputs, microbatch.id)
+                lambda: passes.answer(receipt.state, inputs, grad_outputs, microbatch.id)
             )
             if answer is None:
                 return None
@@ -162,7 +162,7 @@ class StageAuditor:
             outputs = await fetch(after, receipt.outputs, gradient=False)
             grad_inputs = await fetch(before, receipt.grad_inputs, gradient=True)
             return not await self._turns.run(
-                Urgency.FORWARD, lambda: passes.agree(answer, (outputs, grad_inputs), receipt.bits)
+                lambda: passes.agree(answer, (outputs, grad_inputs), receipt.bits)
             )
         except SwarmnetError:
             return None

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from swarmnet_node.training.pipeline.stage_passes import StagePasses
-from swarmnet_node.training.pipeline.turns import Turns, Urgency
+from swarmnet_node.training.pipeline.turns import Turns
 from swarmnet_node.training.replica import NO_STEPS, combined
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.machine.aio import News
@@ -51,7 +51,7 @@ class InnerSteps:
         """
         if not first:
             self._taken = 0
-            await self._turns.run(Urgency.BACKWARD, self._passes.restart)
+            await self._turns.run(self._passes.restart)
         self._share, self.is_open, report = share, True, NO_STEPS
         try:
             await self._news.tell()
@@ -91,6 +91,6 @@ class InnerSteps:
 
     async def _step(self, round: int) -> StepReport:
         taken, self._taken = self._taken, self._taken + 1
-        report = await self._turns.run(Urgency.BACKWARD, lambda: self._passes.step(round, taken))
+        report = await self._turns.run(lambda: self._passes.step(round, taken))
         await self._news.tell()
         return report

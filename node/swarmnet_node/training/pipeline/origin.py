@@ -26,7 +26,7 @@ from swarmnet_node.training.data.sampler import target_count
 from swarmnet_node.training.pipeline.audits import verdict
 from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
 from swarmnet_node.training.pipeline.stage_workers import StagedJob
-from swarmnet_node.training.pipeline.turns import Turns, Urgency
+from swarmnet_node.training.pipeline.turns import Pass, Turns
 from swarmnet_node.training.replica import NO_STEPS, combined
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
@@ -217,7 +217,7 @@ class MicrobatchOrigin:
 
         async def send(number: int) -> None:
             begun, batch = step.begun[number], step.batches[number]
-            begun.outputs = await self._turns.run(Urgency.BEGIN, lambda: self._passes.begin_evaluation(batch))
+            begun.outputs = await self._turns.run(lambda: self._passes.begin_evaluation(batch))
             async with asyncio.timeout(most_s):
                 await self._travel(step, number, ())
             begun.outputs = None
@@ -235,7 +235,7 @@ class MicrobatchOrigin:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this microbatch is not under way")
         batch = step.batches[id.number]
         step.losses[id.number] = await self._turns.run(
-            Urgency.BACKWARD, lambda: self._passes.evaluate(batch, inputs, microbatch.sender)
+            lambda: self._passes.evaluate(batch, inputs, microbatch.sender)
         )
 
     async def done(self) -> None:
@@ -303,14 +303,12 @@ class MicrobatchOrigin:
 
     async def _bring_home(self, step: _Step, number: int) -> None:
         begun = step.begun[number]
-        await self._turns.run(Urgency.BEGIN, lambda: self._passes.begin(begun, step.batches[number]))
+        await self._turns.run(lambda: self._passes.begin(begun, step.batches[number]), Pass.BEGIN)
         chain: tuple[PeerId, ...] = ()
         while begun.graph is not None:
             gradient, chain = await self._travel(step, number, chain)
             try:
-                await self._turns.run(
-                    Urgency.BACKWARD, partial(self._passes.finish, begun, gradient, chain[0])
-                )
+                await self._turns.run(partial(self._passes.finish, begun, gradient, chain[0]), Pass.BACKWARD)
             except ProtocolViolation as error:
                 chain = self._without(chain, StageFailed(1, str(error)), {})
 

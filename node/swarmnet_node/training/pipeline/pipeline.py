@@ -21,7 +21,7 @@ from swarmnet_node.training.pipeline.inner_steps import InnerSteps
 from swarmnet_node.training.pipeline.origin import MicrobatchOrigin
 from swarmnet_node.training.pipeline.stage_passes import Boundary, KeptMicrobatch, StagePasses
 from swarmnet_node.training.pipeline.stage_workers import StagedJob, StageWorkers, WorkerStanding
-from swarmnet_node.training.pipeline.turns import Compute, Turns, Urgency
+from swarmnet_node.training.pipeline.turns import Compute, Pass, Turns
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.directory import Directory
@@ -115,6 +115,8 @@ class Pipeline:
         self._numbers = batch * (inner_steps or min(settings.exchange.max_workers, MOST_BATCHES))
         """Most microbatches of an origin in a round."""
         self._turns = Turns(compute)
+        self._rehearsed_s = 0.0
+        """The seconds of a microbatch of nobody, before the first one of others."""
         self._client = MicrobatchClient(
             job.transport, job.id, job.timing, passes.sign is not None, job.traffic
         )
@@ -148,13 +150,15 @@ class Pipeline:
 
     @property
     def batch_s(self) -> float:
-        """Seconds that this worker computes for one origin's batch. 0 until they are known."""
-        # stage 0 computes the loss, too, with the urgency of a backward pass
-        there = (Urgency.FORWARD,) if self._stage else (Urgency.BEGIN, Urgency.BACKWARD)
-        return self._batch * self._turns.usual_s(*there, Urgency.BACKWARD)
+        """Seconds that this worker computes for one origin's batch. 0 until ``serve``."""
+        return self._batch * (self._turns.microbatch_s or self._rehearsed_s)
 
     async def serve(self) -> None:
-        """Serve other workers until the transport closes."""
+        """Measure this worker's speed, then serve other workers until the transport closes."""
+        for _ in range(2):  # the first pass of a process takes longer
+            started_s = asyncio.get_running_loop().time()
+            await self._compute(self._passes.rehearse)
+            self._rehearsed_s = asyncio.get_running_loop().time() - started_s
         await MICROBATCH.serve(self.job.transport, self._answer, self.job.timing)
         await self._auditor.serve()
         await STEP.serve(self.job.transport, self._hear, self.job.timing)
@@ -251,7 +255,7 @@ class Pipeline:
             return False
         self._settled = self._accounts[round].counted(round)
         counted = {id: tokens for id, tokens in self._settled.items() if self._has(id)}
-        await self._turns.run(Urgency.BACKWARD, lambda: self._passes.settle(counted, self._kept))
+        await self._turns.run(lambda: self._passes.settle(counted, self._kept))
         return True
 
     async def steps(self, round: int, slot: int, first: int, end: int) -> StepReport | None:
@@ -461,13 +465,11 @@ class Pipeline:
             found = None if self._origin is None else self._origin.home(id)
             if found is not None:
                 batch = found[1]
-                await self._turns.run(
-                    Urgency.BACKWARD, lambda: passes.end(kept, batch, id, microbatch.sender)
-                )
+                await self._turns.run(lambda: passes.end(kept, batch, id, microbatch.sender), Pass.END)
         else:
             if kept.outputs is None:
                 self._check_round(id)
-                await self._turns.run(Urgency.FORWARD, lambda: passes.forward(kept, microbatch.sender))
+                await self._turns.run(lambda: passes.forward(kept, microbatch.sender), Pass.FORWARD)
             if kept.grad_inputs is None or kept.rest != microbatch.rest:
                 again = kept.grad_inputs is not None
                 gradient, later = await self._ask_next(microbatch, kept.outputs or b"", again=again)
@@ -480,7 +482,7 @@ class Pipeline:
                         passes.sign_receipt(kept, subject, later)
 
                     try:
-                        await self._turns.run(Urgency.BACKWARD, backward)
+                        await self._turns.run(backward, Pass.BACKWARD)
                     except ProtocolViolation as error:
                         raise StageFailed(microbatch.stage + 1, str(error)) from error
                 else:
@@ -495,9 +497,7 @@ class Pipeline:
         if self._origin is not None:
             await self._origin.note_loss(microbatch, inputs)
             return EVALUATED
-        outputs = await self._turns.run(
-            Urgency.FORWARD, lambda: self._passes.evaluated(inputs, microbatch.sender)
-        )
+        outputs = await self._turns.run(lambda: self._passes.evaluated(inputs, microbatch.sender))
         answer, _ = await self._ask_next(microbatch, outputs)
         return answer
 

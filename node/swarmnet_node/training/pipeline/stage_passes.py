@@ -8,6 +8,7 @@ All methods run on the computing thread.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -163,6 +164,24 @@ class StagePasses:
         self.trainer.free_gradients()
         self._accumulated, self.losses, self._seconds, self._tokens = [], {}, 0.0, 0
 
+    def rehearse(self) -> None:
+        """Make the passes of a microbatch that nobody counts, to find out how long they take."""
+        kept, id, boundary = KeptMicrobatch(), MicrobatchId(0, PeerId(""), 0), self.boundary
+        if self.trainer.stage:
+            shape = boundary.positions, boundary.width
+            values = torch.linspace(-1.0, 1.0, math.prod(shape)).view(shape)
+            ids = torch.zeros(boundary.sequences, boundary.positions // boundary.sequences, dtype=torch.int64)
+            kept.inputs = boundary.outputs(values, ids)
+            self.forward(kept)
+            self.backward(kept, boundary.gradient(values, id, self.trainer.stage), id)
+        else:
+            batch = self.trainer.microbatches(0, 0, range(1))[0]
+            self.begin(kept, batch)
+            home = KeptMicrobatch(inputs=kept.outputs)
+            self.end(home, batch, id)
+            self.finish(kept, home.grad_inputs or b"")
+        self.restart()
+
     def begin_evaluation(self, batch: torch.Tensor) -> Buffer:
         """Return the outputs of stage 0 in an evaluation."""
         with self.trainer.evaluating():
@@ -175,7 +194,7 @@ class StagePasses:
         kept.outputs = self.boundary.outputs(kept.graph, inputs_of(batch))
         self._seconds += time.perf_counter() - started
 
-    def finish(self, kept: KeptMicrobatch, gradient: Buffer, sender: PeerId) -> None:
+    def finish(self, kept: KeptMicrobatch, gradient: Buffer, sender: PeerId | None = None) -> None:
         """Run the graph of ``begin`` backwards, because the microbatch is home."""
         started = time.perf_counter()
         if kept.graph is not None:
@@ -183,7 +202,9 @@ class StagePasses:
             kept.graph, kept.grad_outputs = None, gradient
         self._seconds += time.perf_counter() - started
 
-    def end(self, kept: KeptMicrobatch, batch: torch.Tensor, id: MicrobatchId, sender: PeerId) -> None:
+    def end(
+        self, kept: KeptMicrobatch, batch: torch.Tensor, id: MicrobatchId, sender: PeerId | None = None
+    ) -> None:
         """Compute the loss of a microbatch, and the gradient of the last stage's outputs."""
         if kept.grad_inputs is None and kept.inputs is not None:
             started = time.perf_counter()

@@ -1,16 +1,16 @@
-"""The order of computations on a worker's one computing thread."""
+"""The order of computations on a worker's one computing thread, and the times of its passes."""
 
 import asyncio
 import heapq
 from collections.abc import Awaitable, Callable
-from enum import IntEnum
+from enum import Enum, auto
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
 KEEP = 0.9
-"""Weight of the old usual time after another computation. With less, one slow computation turns
-work away from a worker. With more, others learn late that a machine became slow."""
+"""Weight of the old usual time after another pass. With less, one slow pass turns work away from a
+worker. With more, others learn late that a machine became slow."""
 
 
 class Compute(Protocol):
@@ -19,35 +19,43 @@ class Compute(Protocol):
     def __call__(self, function: Callable[[], T]) -> Awaitable[T]: ...
 
 
-class Urgency(IntEnum):
-    """A backward pass frees memory here and work elsewhere, so it comes before forward passes."""
+class Pass(Enum):
+    """A pass of a microbatch. Stage 0 has all but ``FORWARD``. Other stages have ``FORWARD`` and
+    ``BACKWARD``."""
 
-    BACKWARD = 0
-    FORWARD = 1
-    BEGIN = 2
+    BEGIN = auto()
+    FORWARD = auto()
+    END = auto()
+    BACKWARD = auto()
 
 
 class Turns:
-    """Runs one computation at a time, the most urgent one next."""
+    """Runs one computation at a time: losses first, all others in the order of asking.
+
+    A loss sends a microbatch home, and all stages wait for it. Backward passes have no precedence:
+    they would free memory sooner, but later stages would wait for inputs. The windows of the
+    origins bound the memory.
+    """
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []
         self._count = 0
         self._busy = False
-        self._usual_s: dict[Urgency, float] = {}
+        self._usual_s: dict[Pass, float] = {}
 
-    def usual_s(self, *urgencies: Urgency) -> float:
-        """Return the usual seconds of one computation of each kind. 0 until all are known."""
-        found = [self._usual_s.get(each, 0.0) for each in urgencies]
-        return sum(found) if all(found) else 0.0
+    @property
+    def microbatch_s(self) -> float:
+        """The usual seconds of all passes of a microbatch. 0 until the first one is back."""
+        return sum(self._usual_s.values()) if Pass.BACKWARD in self._usual_s else 0.0
 
-    async def run(self, urgency: Urgency, work: Callable[[], T]) -> T:
-        """Run ``work`` on the computing thread when it is its turn."""
+    async def run(self, work: Callable[[], T], kind: Pass | None = None) -> T:
+        """Run ``work`` on the computing thread when it is its turn. If it is a pass of a
+        microbatch, its time counts."""
         if self._busy:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._count += 1
-            heapq.heappush(self._waiting, (urgency, self._count, turn))
+            heapq.heappush(self._waiting, (kind is not Pass.END, self._count, turn))
             try:
                 await turn
             except asyncio.CancelledError:
@@ -59,9 +67,10 @@ class Turns:
         started_s = clock()
         try:
             result = await self.compute(work)
-            took_s = clock() - started_s
-            usual_s = self._usual_s.get(urgency, took_s)
-            self._usual_s[urgency] = KEEP * usual_s + (1 - KEEP) * took_s
+            if kind is not None:
+                took_s = clock() - started_s
+                usual_s = self._usual_s.get(kind, took_s)
+                self._usual_s[kind] = KEEP * usual_s + (1 - KEEP) * took_s
             return result
         finally:
             self._pass_on()

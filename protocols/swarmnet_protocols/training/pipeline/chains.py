@@ -21,7 +21,7 @@ full. With fewer, a fast worker waits. With more, one caller fills its memory.""
 OPEN_PER_WORKER = 2
 """Microbatches under way for each worker of all stages, from all origins together. With fewer,
 workers wait. With more, every worker keeps more graphs."""
-OPEN_HERE = 3
+OPEN_HERE = 4
 """Microbatches that an origin has under way in addition, because it computes some itself. With
 fewer, a slow origin ends last. With more, every worker keeps more graphs."""
 

@@ -1,0 +1,84 @@
+"""A worker dies at a message of a worker that joins a stage or moves to it, in virtual time."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.network.memory_network import Delivery
+from tests.support.network.virtual_time import run
+from tests.support.training.stages import StageLab, names, staged_job
+from tests.support.training.workers import train
+
+ROUNDS = 8
+MESSAGES = (1, 2, 3, 5, 8, 12, 17, 23, 30, 40, 55, 75, 100, 140)
+"""At which message of the arriving worker another one dies, or the arriving worker itself."""
+
+
+def lab_of(folder: Path, *, moves: bool = False) -> StageLab:
+    return StageLab(folder, staged_job(folder, rounds=ROUNDS, workers=3, least=1, stages=3), moves=moves)
+
+
+def kill_at(lab: StageLab, arriving: str, message: int, victim: str, killed: list[str]) -> None:
+    """Kill a worker at a message from or to ``arriving``, counted from now on."""
+    seen, me = 0, lab.peer(arriving)
+
+    def observe(delivery: Delivery) -> None:
+        nonlocal seen
+        ends = {delivery.source, delivery.target}
+        seen += me in ends
+        if seen == message and me in ends and not killed:
+            peer = me if victim == "itself" else (ends - {me}).pop()
+            killed.append(next(name for name in lab.events if lab.peer(name) == peer))
+            asyncio.get_running_loop().call_soon(lab.crash, killed[-1])
+
+    lab.network.observers.append(observe)
+
+
+def check(lab: StageLab, killed: list[str]) -> None:
+    """Assert that each microbatch counted once, and that all others trained to the end."""
+    lab.check_books()
+    for name, events in lab.events.items():
+        if name not in killed:
+            assert (events[-1]["event"], events[-1]["round"]) == ("done", ROUNDS)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", ["itself", "the other"])
+@pytest.mark.parametrize("message", MESSAGES)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_death_during_a_join_loses_no_microbatch(
+    stage: int, message: int, victim: str, tmp_path: Path
+) -> None:
+    lab, newcomer, killed = lab_of(tmp_path), f"{stage}.2", list[str]()
+
+    def watch(name: str, event: dict[str, Any]) -> None:
+        if event["event"] == "round" and event["round"] == 1 and newcomer not in lab.events:
+            lab.start(newcomer)
+            kill_at(lab, newcomer, message, victim, killed)
+
+    lab.wanted = watch
+    run(train(lab, *names(dict.fromkeys(range(3), 2)), limit_s=1000.0))
+    assert killed
+    check(lab, killed)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", ["itself", "the other"])
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_death_during_a_move_loses_no_microbatch(message: int, victim: str, tmp_path: Path) -> None:
+    """A worker of stage 1 moves to stage 2, whose only worker has died."""
+    lab, killed, moving, gone = lab_of(tmp_path, moves=True), list[str](), list[str](), "2.0"
+
+    def watch(name: str, event: dict[str, Any]) -> None:
+        if event["event"] == "round" and event["round"] == 3 and name == gone:
+            asyncio.get_running_loop().call_soon(lab.crash, name)
+        if event["event"] == "moving" and not moving:
+            moving.append(name)
+            kill_at(lab, name, message, victim, killed)
+
+    lab.wanted = watch
+    run(train(lab, *names({0: 2, 1: 3, 2: 1}), limit_s=2000.0))
+    assert killed
+    check(lab, [*killed, gone])
