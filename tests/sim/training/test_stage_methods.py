@@ -72,7 +72,7 @@ def test_an_evaluation_sends_few_microbatches_at_once() -> None:
         under_way.discard(number)
 
     run(origin._all_of(step, bring))
-    assert max(most) == 7  # two for each of two workers, and three
+    assert max(most) == 8  # two for each of two workers, and four
 
 
 def test_a_worker_tells_when_an_evaluation_had_no_answer(
