@@ -1,13 +1,13 @@
 """A router of two models, fitted to answers that can be scored: what it answers at which cost.
 
-    python -m tests.bench.router [--questions 800] [--removed 8] [--steps 80] [--threads 2]
+    python -m tests.bench.router [--questions 400] [--lesson 320] [--steps 40] [--threads 2]
 
-The large model is SmolLM2-135M-Instruct. The small one is the same without some of its blocks, then
-trained on prose: the documentation that Python carries. Its cost is its share of the weights that a
-token reads. A question is the beginning of a passage of that documentation, or of a module of the
-standard library, which neither model was trained on here. The score of an answer is the mean log
-probability of the tokens that really follow. The model with the higher score wins; closer than
-``TIE`` is a tie.
+The large model is SmolLM2-135M-Instruct. In the small one, the weights of ``ROUNDED`` blocks have 3
+bits. Then its last blocks are trained on prose: the documentation that Python carries. Costs are the
+bytes that a token reads, if all other weights are int8. A question is the beginning of a passage of
+that documentation, or of a module of the standard library, which the small model was not trained
+on. The score of an answer is the mean log probability of the tokens that really follow. The model
+with the higher score wins; closer than ``TIE`` is a tie.
 
 The comparisons are written as ``swarmnet router fit`` reads them. One question in five is held out.
 On these, prices of the router are compared with each model alone, and with drawing one of them at
@@ -29,8 +29,8 @@ import statistics
 import sys
 import sysconfig
 import tempfile
-import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -45,20 +45,26 @@ from swarmnet.gateway.routing.router import features
 from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 
-QUESTION, ANSWER = 64, 32
+QUESTION, ANSWER = 48, 24
 """Tokens of a question, and of what follows it."""
 TIE = 0.02
 """Scores closer than this count as equal."""
 ROWS = 16
 RATE = 3e-4
+ROUNDED = range(8, 20)
+"""Blocks whose weights the small model has in 3 bits. Rounding all of them leaves no model."""
+TRAINED = 2
+"""The last blocks of the small model, which are trained."""
+BITS = {8: 8.5, 3: 4.0}
+"""Bits of a weight with its scale, and at 3 bits its offset, for each group of 32."""
 LARGE, SMALL = "large", "small"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--questions", type=int, default=800)
-    parser.add_argument("--removed", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--questions", type=int, default=400)
+    parser.add_argument("--lesson", type=int, default=320, help="passages that the small model learns from")
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -76,12 +82,13 @@ def main() -> None:
     asked = [*(("prose", each) for each in prose[:half]), *(("code", each) for each in code[:half])]
     rng.shuffle(asked)
     rows = torch.tensor([ids for _, ids in asked])
-    costs = {LARGE: weights_read(model)}
-    scores = {LARGE: answers(model, rows, LARGE)}
-    remove_blocks(model, options.removed)
-    train(model, torch.tensor(lesson), options.steps, rng)
-    costs[SMALL] = weights_read(model)
-    scores[SMALL] = answers(model, rows, SMALL)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = {LARGE: answers(model, rows, LARGE)}
+        costs = {LARGE: bytes_read(model, rounded=())}
+        round_blocks(model)
+        train(model, torch.tensor(lesson[: options.lesson]), options.steps, rng)
+        scores[SMALL] = answers(model, rows, SMALL)
+    costs[SMALL] = bytes_read(model, rounded=ROUNDED)
     questions = [tokenizer.decode(ids[:QUESTION]) for _, ids in asked]
     print(json.dumps({"bench": "router", **vars(options), **report(asked, questions, scores, costs)}))
 
@@ -90,7 +97,7 @@ def report(
     asked: list[tuple[str, list[int]]],
     questions: list[str],
     scores: dict[str, list[float]],
-    costs: dict[str, int],
+    costs: dict[str, float],
 ) -> dict[str, Any]:
     """The figures of a router that is fitted to these scores."""
     lines = [
@@ -157,18 +164,24 @@ def passages(tokenizer: Any, texts: list[str], rng: random.Random) -> list[list[
     return found
 
 
-def weights_read(model: Any) -> int:
-    """The number of weights that a token reads: all blocks and the head."""
-    blocks = sum(each.numel() for each in model.model.layers.parameters())
-    return int(blocks + model.lm_head.weight.numel())
+def bytes_read(model: Any, rounded: Sequence[int]) -> float:
+    """The bytes that a token reads of all blocks and the head."""
+    bits = BITS[8] * model.lm_head.weight.numel()
+    for number, block in enumerate(model.model.layers):
+        bits += BITS[3 if number in rounded else 8] * sum(each.numel() for each in block.parameters())
+    return bits / 8
 
 
-def remove_blocks(model: Any, count: int) -> None:
-    """Remove blocks from the later middle of a model, which changes its answers least."""
-    layers = list(model.model.layers)
-    start = len(layers) - 4 - count
-    model.model.layers = torch.nn.ModuleList(layers[:start] + layers[start + count :])
-    model.config.num_hidden_layers = len(model.model.layers)
+@torch.no_grad()
+def round_blocks(model: Any) -> None:
+    """Round the matrices of blocks to 3 bits, in groups of 32 weights."""
+    for number in ROUNDED:
+        for matrix in model.model.layers[number].parameters():
+            if matrix.dim() == 2:
+                groups = matrix.view(-1, 32)
+                least = groups.amin(1, keepdim=True)
+                step = ((groups.amax(1, keepdim=True) - least) / 7).clamp_min(1e-9)
+                matrix.copy_((((groups - least) / step).round() * step + least).view_as(matrix))
 
 
 @torch.inference_mode()
@@ -181,31 +194,44 @@ def answers(model: Any, rows: torch.Tensor, name: str) -> list[float]:
     return found
 
 
-def losses(model: Any, rows: torch.Tensor, start: int) -> torch.Tensor:
+def losses(model: Any, rows: torch.Tensor, start: int, **inputs: torch.Tensor) -> torch.Tensor:
     """Minus the log probability of each token from position ``start`` on."""
-    hidden = model.model(rows[:, :-1], use_cache=False).last_hidden_state[:, start - 1 :]
-    logits = model.lm_head(hidden).flatten(0, 1)
+    inputs = inputs or {"input_ids": rows[:, :-1]}
+    hidden = model.model(**inputs, use_cache=False).last_hidden_state[:, start - 1 :]
+    logits = model.lm_head(hidden).flatten(0, 1).float()
     return functional.cross_entropy(logits, rows[:, start:].flatten(), reduction="none")
 
 
 def train(model: Any, lesson: torch.Tensor, steps: int, rng: random.Random) -> None:
-    """Train the blocks on passages. Embeddings and head stay as they are."""
+    """Train the last blocks on passages, whose states before these blocks are computed once."""
+    blocks, norm = model.model.layers, model.model.norm
+    use_blocks(model, blocks[:-TRAINED], torch.nn.Identity())
+    states = []
+    with torch.no_grad():
+        for part in lesson.split(ROWS):
+            states.append(model.model(part[:, :-1], use_cache=False).last_hidden_state.float())
+            print(f"read {len(states) * ROWS} passages", file=sys.stderr, flush=True)
+    inputs = torch.cat(states)
+    use_blocks(model, blocks[-TRAINED:], norm)
     model.requires_grad_(False)
     model.model.layers.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.model.layers.parameters(), lr=RATE, weight_decay=0)
-    started = time.monotonic()
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, steps)
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1, 10 * (step + 1) / steps, 2 * (steps - step) / steps)
-        rows = lesson[rng.sample(range(len(lesson)), ROWS // 2)]
-        loss = losses(model, rows, 1).mean()
+        chosen = torch.tensor(rng.sample(range(len(lesson)), ROWS))
+        loss = losses(model, lesson[chosen], QUESTION, inputs_embeds=inputs[chosen]).mean()
         loss.backward()
         optimizer.step()
+        decay.step()
         optimizer.zero_grad(set_to_none=True)
-        took_s = time.monotonic() - started
-        print(
-            f"step {step + 1} of {steps}: loss {loss.item():.3f}, {took_s:.0f} s", file=sys.stderr, flush=True
-        )
+        print(f"step {step + 1} of {steps}: loss {loss.item():.3f}", file=sys.stderr, flush=True)
+    use_blocks(model, blocks, norm)
+
+
+def use_blocks(model: Any, blocks: Any, norm: Any) -> None:
+    """Make a model of these blocks, with this norm after them."""
+    model.model.layers, model.model.norm = blocks, norm
+    model.config.num_hidden_layers = len(blocks)
 
 
 if __name__ == "__main__":
