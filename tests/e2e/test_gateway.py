@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import psutil
 import pytest
 import torch
 
+from swarmnet.gateway.routing.router import FEATURES, Router
 from swarmnet_protocols.models import resolve
 from tests.support.processes.commands import LOOPBACK, RunningCommand
 from tests.support.processes.faults import kill
@@ -85,6 +87,17 @@ def test_openais_client_works_unchanged(client: Any) -> None:
         client.with_options(api_key="another-key").models.list()
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
+
+
+def test_auto_is_answered_by_a_model_of_the_swarm(lab: Swarm, tmp_path: Path) -> None:
+    file = tmp_path / "router.safetensors"
+    Router((MODEL, "a model that nobody hosts"), np.zeros((2, FEATURES), np.float32)).write(file)
+    with (
+        GatewayProcess(lab, "--router", str(file), all_models=True) as process,
+        process.openai() as client,
+    ):
+        assert [model.id for model in client.models.list()] == [MODEL, "auto"]
+        assert client.chat.completions.create(**{**STORY, "model": "auto", "max_tokens": 4}).model == MODEL
 
 
 def test_langchain_works_unchanged(gateway: GatewayProcess) -> None:

@@ -39,7 +39,7 @@ SCALARS = 4
 FEATURES = BUCKETS + SCALARS
 MAX_CHARS = 4096
 """Characters of a question that count: its first and its last half of them. To hash as many takes
-about 2 ms of the event loop."""
+about a millisecond of the event loop."""
 PIECE = 4
 """Characters of a piece of a word. Pieces tell languages and endings apart, as words do not."""
 MAX_MODELS = 64

@@ -10,9 +10,10 @@ from tests.support.processes.nodes import Swarm
 class GatewayProcess(RunningCommand):
     """A gateway of the swarm of a lab."""
 
-    def __init__(self, lab: Swarm, *options: str) -> None:
+    def __init__(self, lab: Swarm, *options: str, all_models: bool = False) -> None:
         where = ("--swarm", str(lab.file), "--cache-dir", str(lab.cache_dir), *lab.bootstrap_options)
-        arguments = ("serve", "--model", lab.model, "--port", "0", *where, *options)
+        model = () if all_models else ("--model", lab.model)
+        arguments = ("serve", *model, "--port", "0", *where, *options)
         super().__init__(arguments, lab.directory / "serve.log", stdin=subprocess.DEVNULL)
 
     @property
