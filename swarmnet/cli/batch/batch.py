@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,8 +18,6 @@ from swarmnet_protocols.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from swarmnet.gateway.batches.answering import LineAnswerer
-    from swarmnet.gateway.batches.journal import Journal
-    from swarmnet.gateway.batches.lines import BatchLine
     from swarmnet_client.model.load_options import LoadOptions
     from swarmnet_protocols.joining.network import Network
     from swarmnet_protocols.models import LocalModel
@@ -93,8 +91,17 @@ def batch(  # noqa: PLR0913 - a command line, not an interface
                     if as_json:
                         print_json({"event": "answers", "done": len(journal.ids), "total": len(ids)})
 
-                opening = _answerer(client.resolve(model, network, report), network, load, at_once)
-                run_until_stopped(_answer(opening, read_lines(prompts, model), journal, at_once, show))
+                local = client.resolve(model, network, report)
+
+                async def answer() -> None:
+                    from swarmnet.gateway.batches.answering import answer_lines
+
+                    Interrupts.catch()
+                    async with _answerer(local, network, load, at_once) as answerer:
+                        show()
+                        await answer_lines(read_lines(prompts, model), journal, answerer, at_once, show)
+
+                run_until_stopped(answer())
         took_s = time.monotonic() - began
         answers = {"completed": journal.completed, "failed": journal.failed, "kept": kept}
     if as_json:
@@ -104,21 +111,6 @@ def batch(  # noqa: PLR0913 - a command line, not an interface
         note(f"{len(ids)} answers in {out}{failed}; {len(ids) - kept} computed in {took_s:.0f} s")
     if answers["failed"]:
         raise typer.Exit(FAILED)
-
-
-async def _answer(
-    opening: "AbstractAsyncContextManager[LineAnswerer]",
-    lines: "Iterator[BatchLine]",
-    journal: "Journal",
-    at_once: int,
-    show: Callable[[], None],
-) -> None:
-    from swarmnet.gateway.batches.answering import answer_lines
-
-    Interrupts.catch()
-    async with opening as answerer:
-        show()
-        await answer_lines(lines, journal, answerer, at_once, show)
 
 
 @asynccontextmanager

@@ -5,9 +5,8 @@ of answers is the record of a batch, so a restarted gateway continues.
 """
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,10 +18,9 @@ from swarmnet.gateway.batches.journal import Journal
 from swarmnet.gateway.batches.lines import checked_ids, read_lines
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.parsing import BodyParser
+from swarmnet.paths import locked_data_dir
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.machine.aio import News, cancel, persist, race
-from swarmnet_protocols.machine.files import make_private
-from swarmnet_protocols.machine.platform import lock
 
 AT_ONCE = 16
 """Lines of all keys that are answered at a time. With fewer, hosts compute small forwards. With
@@ -53,8 +51,9 @@ class BatchQueue:
     async def running(self) -> AsyncIterator[None]:
         """Answer batches while the context is open, unless another process has the folder. Then
         requests about batches are refused."""
-        with self._locked() as is_ours:
-            if is_ours:
+        with ExitStack() as stack:
+            with suppress(ConfigError):
+                stack.enter_context(locked_data_dir(self.folder))
                 self.accounts.keep_files(self.folder)
                 for account in self.accounts.values():
                     self.start(account)
@@ -69,20 +68,6 @@ class BatchQueue:
         if task is None or task.done():
             loop = persist("the batches", partial(self._answer_all, account))
             self._tasks[account.name] = asyncio.create_task(loop)
-
-    @contextmanager
-    def _locked(self) -> Iterator[bool]:
-        make_private(self.folder)
-        descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            try:
-                lock(descriptor)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
-        finally:
-            os.close(descriptor)
 
     async def _answer_all(self, account: Account) -> None:
         while left := account.files.unfinished():
