@@ -21,7 +21,7 @@ from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.batching.sequences import IDLE_S, KEPT_POSITIONS, OpenChain, SequenceGroup
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle
-from swarmnet_client.chain.trace import Trace
+from swarmnet_client.chain.trace import KeepStep
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.model.head import LmHead, NormedLayers, open_layers
 from swarmnet_client.model.load_options import LoadOptions
@@ -333,10 +333,9 @@ class BatchedModel:
             spec = options.chain_spec(local)
 
             def open_chain(
-                adapter: "Adapter | None", give_up_idle: GiveUpIdle, is_traced: bool, *, is_batch: bool
+                adapter: "Adapter | None", give_up_idle: GiveUpIdle, keep: KeepStep | None, *, is_batch: bool
             ) -> AbstractAsyncContextManager[Chain]:
-                trace = Trace(loop.time, of_answers=True) if is_traced else spec.trace
-                own = replace(spec, adapter=adapter, trace=trace, is_batch=is_batch)
+                own = replace(spec, adapter=adapter, trace=keep or spec.trace, is_batch=is_batch)
                 return Chain.open(hosts, own, layers.embed, layers.logits, give_up_idle)
 
             await hosts.refresh()

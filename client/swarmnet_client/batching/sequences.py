@@ -29,6 +29,7 @@ from swarmnet_client.batching.prefix_reuse import (
 from swarmnet_client.chain.chain import CHUNK, Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle
+from swarmnet_client.chain.trace import KeepStep, TracedStep
 from swarmnet_client.model.drafts.speculation import Speculator, StepTimes, common_prefix
 from swarmnet_client.model.grammar import BadGrammar
 from swarmnet_client.model.head import LmHead
@@ -41,9 +42,9 @@ from swarmnet_protocols.session.steps import Row
 if TYPE_CHECKING:
     from swarmnet_protocols.session.adapters import Adapter
 
-OpenChain = Callable[["Adapter | None", GiveUpIdle, bool], AbstractAsyncContextManager[Chain]]
-"""Opens a chain whose hosts apply an adapter, or none. The chain records its steps if the last
-argument is true."""
+OpenChain = Callable[["Adapter | None", GiveUpIdle, KeepStep | None], AbstractAsyncContextManager[Chain]]
+"""Opens a chain whose hosts apply an adapter, or none. If the last argument is given, it gets the
+traced steps of the chain."""
 PREFILL = 2 * CHUNK
 """Prompt positions sent at a time. More would delay the next tokens of other answers, fewer leave
 hops idle."""
@@ -199,6 +200,8 @@ class SequenceGroup:
         self._origins: Counter[int] = Counter()
         """For each sequence, the number of steps in flight that start from its KV caches."""
         self._times = StepTimes()
+        self._traced: list[TracedStep] = []
+        """Answered steps that no answer has got yet."""
         self._arrived = asyncio.Event()
         self._ready = asyncio.Event()
         self._left = asyncio.Event()
@@ -249,7 +252,8 @@ class SequenceGroup:
     async def run(self) -> None:
         """Compute answers until there were none for ``idle_s``. Raises what ``Chain.forward``
         raises."""
-        async with self._open_chain(self.adapter, self._give_up_idle, self.is_traced) as chain:
+        keep = self._traced.append if self.is_traced else None
+        async with self._open_chain(self.adapter, self._give_up_idle, keep) as chain:
             self.report = chain.report
             await race(self._send_prompts(chain), self._send_tokens(chain), self._idle())
 
@@ -378,7 +382,9 @@ class SequenceGroup:
             hidden = await chain.forward(tuple(rows), np.array(ids, np.int64), computed)
         finally:
             self._origins.subtract(used_now)
-        traced = chain.take_steps({row.sequence for row in rows})
+        sent_now = {row.sequence for row in rows}
+        traced = [step for step in self._traced if not sent_now.isdisjoint(step.sequences)]
+        self._traced[:] = [step for step in self._traced if step not in traced]
         for part in parts:
             if (answer := part.sequence.answer) is not None and answer.request.traced:
                 mine = [step for step in traced if part.sequence.number in step.sequences]

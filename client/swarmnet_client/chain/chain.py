@@ -11,8 +11,8 @@ their inputs. A waiting step only takes longer.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from statistics import median
 
 import numpy as np
@@ -22,14 +22,13 @@ from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle, StepsInFlight
 from swarmnet_client.chain.supervisor import ChainSupervisor
-from swarmnet_client.chain.trace import TracedStep
+from swarmnet_client.chain.trace import StepTimer
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.arrays import split
-from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.session.steps import MAX_ROWS, Row
 
 _log = logging.getLogger(__name__)
@@ -63,7 +62,9 @@ class Chain:
         self._spec = spec
         self._steps_s: list[float] = []
         self._tasks = asyncio.TaskGroup()
-        self._in_flight = StepsInFlight(spec.log_bytes, spec.hidden_size, give_up_idle)
+        clock = asyncio.get_running_loop().time
+        self._timer = StepTimer(spec.blocks, spec.trace, clock) if spec.trace is not None else None
+        self._in_flight = StepsInFlight(spec.log_bytes, spec.hidden_size, give_up_idle, self._timer)
         self._supervisor = ChainSupervisor(hosts, spec, self._in_flight, self.report, embed, self._tasks)
         self._auditor = Auditor(hosts, spec, self._supervisor.repair, self.report, embed, read)
 
@@ -87,17 +88,11 @@ class Chain:
           the sequences that no answer needs. The chain forgets them, so that a new hop computes
           only the other sequences again.
         """
-        if spec.trace is not None:
-            spec.trace.begin_chain(spec.blocks)
         chain = cls(hosts, spec, embed, read, give_up_idle)
         async with in_background(chain._run()):
             yield chain
-            if spec.trace is not None and spec.trace.steps:
-                await spec.trace.complete()
-
-    def take_steps(self, sequences: Collection[int]) -> list[TracedStep]:
-        """Return and forget the traced steps of ``sequences``."""
-        return self._spec.trace.take(sequences) if self._spec.trace is not None else []
+            if chain._timer is not None:
+                await chain._timer.complete()
 
     @property
     def lengths(self) -> Mapping[int, int]:
@@ -134,8 +129,7 @@ class Chain:
             )
         await self._check_room(rows)
         self.report.trips += 1
-        with self._spec.trace.trip() if self._spec.trace else nullcontext():
-            return await self._trip(rows, values, computed)
+        return await self._trip(rows, values, computed)
 
     async def _check_room(self, rows: tuple[Row, ...]) -> None:
         """Raise ``NoRoom`` for a prompt that no known hosts have room for, before any of it is
@@ -178,12 +172,7 @@ class Chain:
         watched = self._auditor.step_sent(rows)
         is_alone, route = self._in_flight.is_empty, self.report.route
         self._supervisor.wake()
-        trace, seq = self._spec.trace, self._in_flight.outbox.log.last + 1
-        if trace is not None:
-            trace.asked(seq, sum(row.count for row in rows), tuple(row.sequence for row in rows))
         outputs = await self._in_flight.send(rows, values)
-        if trace is not None:
-            trace.mark(seq, Moment.ANSWERED)
         if is_alone and sum(row.count for row in rows) == 1 and self.report.route is route:
             self._measure(clock() - started)
         outputs = self._auditor.step_done(watched, asked, rows, values, outputs)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Literal
 
-from swarmnet_client.chain.trace import Trace
+from swarmnet_client.chain.trace import KeepStep
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId
@@ -55,7 +55,7 @@ class ChainSpec:
     - ``log_bytes``: limit of the log of inputs that the client keeps for replays.
     - ``standby``: whether each hop has a standby where other hosts have its blocks. None: only on
       hosts without other work, once a replay would take long.
-    - ``trace``: records the times of all steps.
+    - ``trace``: gets each answered step with its times.
     - ``wait_s``: longest wait, in seconds, for overloaded hosts before the first answer.
     - ``is_batch``: hosts compute its steps in the time that steps of other chains leave.
     """
@@ -68,7 +68,7 @@ class ChainSpec:
     log_bytes: int = 1 << 30
     adapter: "Adapter | None" = None
     standby: bool | None = None
-    trace: Trace | None = None
+    trace: KeepStep | None = None
     wait_s: float = 0.0
     is_batch: bool = False
 

@@ -7,7 +7,9 @@ after a failure.
 import asyncio
 import math
 from collections.abc import Callable, Set
+from contextlib import nullcontext
 
+from swarmnet_client.chain.trace import StepTimer
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Buffer
@@ -30,9 +32,16 @@ class StepsInFlight:
     A step goes on waiting while it is replayed.
     """
 
-    def __init__(self, log_bytes: int, hidden_size: int, give_up_idle: GiveUpIdle = frozenset) -> None:
+    def __init__(
+        self,
+        log_bytes: int,
+        hidden_size: int,
+        give_up_idle: GiveUpIdle = frozenset,
+        timer: StepTimer | None = None,
+    ) -> None:
         """``log_bytes`` is the limit of the activation log. ``hidden_size`` is D, the length of an
-        output."""
+        output. ``timer``: None if hops tell no times."""
+        self.timer = timer
         room = Scope("this chain", {Resource.LOG: log_bytes}, {}).reserve(Resource.LOG, 0)
         self.outbox = Outbox(ActivationLog(room), asyncio.Event())
         self._give_up_idle = give_up_idle
@@ -75,14 +84,15 @@ class StepsInFlight:
         if self._failure is not None:
             raise self._failure
         step = Step(seq=self.outbox.log.last + 1, rows=rows, values=values, acked=self._acked)
-        self.outbox.append(step)
-        future: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
-        self._waiting[step.seq] = (step, future)
-        try:
-            return await future
-        finally:
-            del self._waiting[step.seq]
-            self._rests_since = asyncio.get_running_loop().time()
+        with self.timer.step(step) if self.timer is not None else nullcontext():
+            self.outbox.append(step)
+            future: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
+            self._waiting[step.seq] = (step, future)
+            try:
+                return await future
+            finally:
+                del self._waiting[step.seq]
+                self._rests_since = asyncio.get_running_loop().time()
 
     def complete(self, output: pb.Output, payload: Buffer) -> bool:
         """Give the outputs in ``payload`` to the step that ``output`` names.

@@ -85,7 +85,7 @@ class ChainSupervisor:
     ) -> None:
         """``embed`` turns the values of logged steps into [P, D]. ``tasks`` runs a task for each
         session, each link of the client and each standby in preparation."""
-        mark = ignore_moment if spec.trace is None else spec.trace.mark
+        mark = ignore_moment if in_flight.timer is None else in_flight.timer.mark
 
         def render(step: Step) -> Step:
             rendered = step.with_values(embed(step.values))
@@ -337,9 +337,9 @@ class ChainSupervisor:
         return live.next
 
     def _record_times(self, live: LiveHop, timed: pb.Timed) -> None:
-        if self._spec.trace is None:
+        if self._in_flight.timer is None:
             raise ProtocolViolation("times that the client did not ask for")
-        self._spec.trace.add_times(live.session, live.hop, timed)
+        self._in_flight.timer.add_times(live.session, live.hop, timed)
 
     def _on_heartbeat(self, live: LiveHop, reply: pb.SessionReply) -> None:
         now = live.heard_at = asyncio.get_running_loop().time()

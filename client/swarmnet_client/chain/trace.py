@@ -11,8 +11,7 @@ sending a step and receiving its outputs:
 import asyncio
 import contextlib
 import json
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -21,13 +20,14 @@ from typing import Any, NamedTuple, TextIO
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.hop_times import HopTimes, Moment, decode_times
+from swarmnet_protocols.session.steps import Step
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_STEPS = 20_000
 """Most steps of one trace; later ones are left out."""
 MAX_KEPT = 256
-"""Newest steps that wait for times of hops, in a trace of answers. More would hold memory for hops
-that never tell them; fewer would lose times of hops that are slow to tell them."""
+"""Newest answered steps of a chain whose hops may still tell their times. More would hold memory
+for hops that never do. Fewer would lose times of slow hops."""
 LATE_S = 1.0
 """Seconds that a client waits at the end of an answer for times that hops have yet to send."""
 SLACK_S = 1.0
@@ -61,7 +61,7 @@ class TracedStep:
     seq: int
     positions: int
     blocks: int
-    sequences: tuple[int, ...] = ()
+    sequences: frozenset[int]
     """The sequences of the chain that the step continues."""
     marked: dict[Moment, float] = field(default_factory=dict)
     """Times on the client's clock."""
@@ -72,16 +72,17 @@ class TracedStep:
 
     @property
     def is_answered(self) -> bool:
-        return all(moment in self.marked for moment in CLIENT_MOMENTS)
+        return Moment.ANSWERED in self.marked
 
     @property
     def client_s(self) -> list[float]:
-        """Return the client's times in order.
+        """Return the client's times in order, once the step is answered.
 
         Outputs may arrive before the client notes that the step was sent. Then both have the same
         time.
         """
-        return sorted(min(self.marked[moment], self.marked[Moment.ANSWERED]) for moment in CLIENT_MOMENTS)
+        end_s = self.marked[Moment.ANSWERED]
+        return sorted(min(self.marked.get(moment, end_s), end_s) for moment in CLIENT_MOMENTS)
 
     @property
     def route(self) -> list[HopStay]:
@@ -106,66 +107,43 @@ class Slice(NamedTuple):
     end_s: float
 
 
-class Trace:
-    """Records the steps of one answer. Its chain asks the hops for their times.
+KeepStep = Callable[[TracedStep], object]
+"""Takes each step of a chain when its outputs have come."""
 
-    With ``of_answers``, it records those of all answers of one chain: each answer takes its own
-    steps (``take``), and the trace keeps no other.
-    """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, of_answers: bool = False) -> None:
-        """``clock`` returns seconds."""
-        self.trips: list[tuple[float, float]] = []
-        """The beginning and the end of each trip around the chain."""
-        self.steps: list[TracedStep] = []
+class StepTimer:
+    """Records the times of the steps of one chain, whose hops tell it theirs."""
+
+    def __init__(self, blocks: int, keep: KeepStep, clock: Callable[[], float]) -> None:
+        """``keep`` gets each answered step. Hops may tell their times later. ``clock`` returns
+        seconds."""
+        self._blocks = blocks
+        self._keep = keep
         self._clock = clock
-        self._of_answers = of_answers
-        self._blocks = 0
-        self._by_seq: dict[int, TracedStep] = {}
+        self._steps: dict[int, TracedStep] = {}
         self._told = asyncio.Event()
 
-    def begin_chain(self, blocks: int) -> None:
-        """Record the steps of another chain, of ``blocks`` blocks, from now on."""
-        self._blocks = blocks
-        self._by_seq = {}
-
     @contextlib.contextmanager
-    def trip(self) -> Iterator[None]:
-        """Record a trip around the chain, which lasts while the context is open."""
-        started_s = self._clock()
+    def step(self, sent: Step) -> Iterator[None]:
+        """Record a step. The context lasts from before it is sent until its outputs have come."""
+        sequences = frozenset(row.sequence for row in sent.rows)
+        step = self._steps[sent.seq] = TracedStep(sent.seq, sent.positions, self._blocks, sequences)
+        self.mark(sent.seq, Moment.ASKED)
         yield
-        if not self._of_answers:
-            self.trips.append((started_s, self._clock()))
-
-    def asked(self, seq: int, positions: int, sequences: tuple[int, ...] = ()) -> None:
-        """Begin a step that the client is about to send."""
-        if len(self.steps) < MAX_STEPS:
-            step = self._by_seq[seq] = TracedStep(seq, positions, self._blocks, sequences)
-            self.steps.append(step)
-            self.mark(seq, Moment.ASKED)
-        if self._of_answers and len(self._by_seq) > MAX_KEPT:
-            del self._by_seq[next(iter(self._by_seq))]
-
-    def take(self, sequences: Collection[int]) -> list[TracedStep]:
-        """Return and forget the answered steps of ``sequences``. Their hops may tell their times
-        later. Without ``of_answers``, all steps stay."""
-        if not self._of_answers:
-            return []
-        found = [
-            step for step in self.steps if step.is_answered and not set(sequences).isdisjoint(step.sequences)
-        ]
-        self.steps = [step for step in self.steps if step not in found]
-        return found
+        self.mark(sent.seq, Moment.ANSWERED)
+        self._keep(step)
+        for old in [each.seq for each in self._steps.values() if each.is_answered][:-MAX_KEPT]:
+            del self._steps[old]
 
     def mark(self, seq: int, moment: Moment) -> None:
         """Record that ``moment`` is now. If a step is sent again, its first times stay."""
-        if seq in self._by_seq:
-            self._by_seq[seq].marked.setdefault(moment, self._clock())
+        if seq in self._steps:
+            self._steps[seq].marked.setdefault(moment, self._clock())
 
     def add_times(self, session: bytes, hop: Hop, message: pb.Timed) -> None:
         """Add the times that a hop reported. Raises ``ProtocolViolation`` for impossible times."""
         times = decode_times(message)
-        step = self._by_seq.get(times.step)
+        step = self._steps.get(times.step)
         if step is None:
             return
         if times.stay_s > self._clock() - step.marked[Moment.ASKED] + SLACK_S:
@@ -176,17 +154,28 @@ class Trace:
         self._told.set()
 
     async def complete(self) -> None:
-        """Wait at most ``LATE_S`` for the times that hops of the present chain have yet to send."""
+        """Wait at most ``LATE_S`` for the times that hops have yet to send."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LATE_S):
-                while any(step.is_answered and not step.route for step in self._by_seq.values()):
+                while any(step.is_answered and not step.route for step in self._steps.values()):
                     self._told.clear()
                     await self._told.wait()
 
+
+class Trace:
+    """The first steps of a command on all its chains, for a file."""
+
+    def __init__(self) -> None:
+        self.steps: list[TracedStep] = []
+
+    def keep(self, step: TracedStep) -> None:
+        """Add a step, if the trace has room."""
+        if len(self.steps) < MAX_STEPS:
+            self.steps.append(step)
+
     def write(self, file: TextIO) -> None:
         """Write the recorded steps."""
-        events = trace_events(self.trips, self.steps)
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+        json.dump({"traceEvents": trace_events(self.steps), "displayTimeUnit": "ms"}, file)
 
 
 @contextlib.contextmanager
@@ -201,16 +190,13 @@ def tracing(path: str | Path) -> Iterator[Trace]:
             trace.write(file)
 
 
-def trace_events(
-    trips: Sequence[tuple[float, float]], steps: Sequence[TracedStep]
-) -> list[dict[str, object]]:
-    """Make trace events. The client and each hop are a process, with rows of slices that do not
-    overlap."""
-    answered = [step for step in steps if step.is_answered]
-    offsets = clock_offsets(answered)
-    client = [_client_slices(step, offsets) for step in answered]
+def trace_events(steps: Sequence[TracedStep]) -> list[dict[str, object]]:
+    """Make trace events of answered steps. The client and each hop are a process, with rows of
+    slices that do not overlap."""
+    offsets = clock_offsets(steps)
+    client = [_client_slices(step, offsets) for step in steps]
     hops: dict[bytes, tuple[Hop, list[list[Slice]]]] = {}
-    for step in answered:
+    for step in steps:
         route = step.route
         at_s = step.client_s[-2]
         for stay in route:
@@ -218,8 +204,8 @@ def trace_events(
             slices = _hop_slices(step, stay, at_s, offset_s)
             hops.setdefault(stay.session, (stay.hop, []))[1].append(slices)
             at_s = stay.times.at_s[-1] + offset_s
-    origin_s = min((started_s for started_s, _ in trips), default=0.0)
-    events = _process(0, "client", [("answer", _answer_slices(trips)), *_rows(client)], origin_s)
+    origin_s = min((step.client_s[0] for step in steps), default=0.0)
+    events = _process(0, "client", [("answer", _answer_slices(steps)), *_rows(client)], origin_s)
     by_block = sorted(hops.values(), key=lambda each: each[0].start)
     for number, (hop, groups) in enumerate(by_block, start=1):
         name = f"hop {number}: blocks {hop.start}:{hop.end} on {hop.peer}"
@@ -287,9 +273,14 @@ def step_parts(step: TracedStep, offsets: Mapping[bytes, float]) -> StepParts:
     return StepParts(at_s[-1] - at_s[0], here_s, max(0.0, at_s[-1] - left_s), tuple(hops))
 
 
-def _answer_slices(trips: Sequence[tuple[float, float]]) -> list[Slice]:
-    """Return the trips, and what the client did between them."""
-    slices = [Slice("trip around the chain", *trip) for trip in sorted(trips)]
+def _answer_slices(steps: Sequence[TracedStep]) -> list[Slice]:
+    """Return the trips, and what the client did between them. Steps of one trip overlap."""
+    slices: list[Slice] = []
+    for start_s, *_, end_s in sorted(step.client_s for step in steps):
+        if slices and start_s < slices[-1].end_s:
+            slices[-1] = slices[-1]._replace(end_s=max(end_s, slices[-1].end_s))
+        else:
+            slices.append(Slice("trip around the chain", start_s, end_s))
     gaps = [
         Slice("final norm, lm_head and sampling", one.end_s, other.start_s) for one, other in pairwise(slices)
     ]

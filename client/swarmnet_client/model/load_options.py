@@ -13,7 +13,7 @@ from swarmnet_protocols.session.arrays import ElementType
 if TYPE_CHECKING:
     import torch
 
-    from swarmnet_client.chain.trace import Trace
+    from swarmnet_client.chain.trace import KeepStep
 
 _DTYPES = {each.name.lower(): each for each in ElementType if each is not ElementType.INT8}
 _WIRES = {"auto": None, **{name: ElementType[name.upper()] for name in ("float32", "bfloat16", "int8")}}
@@ -41,7 +41,7 @@ class LoadOptions:
     wire: ElementType | None = None
     draft: str = ""
     wait_s: float = 0.0
-    trace: "Trace | None" = None
+    trace: "KeepStep | None" = None
 
     @classmethod
     def picked(

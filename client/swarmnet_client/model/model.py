@@ -106,7 +106,7 @@ class SwarmModel:
         """
         spec = self.blocks.spec
         with tracing(path) as trace:
-            self.blocks.spec = dataclasses.replace(spec, trace=trace)
+            self.blocks.spec = dataclasses.replace(spec, trace=trace.keep)
             try:
                 yield trace
             finally:

@@ -164,7 +164,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         if trace is not None:
             from swarmnet_client.chain.trace import tracing
 
-            how["trace"] = stack.enter_context(tracing(trace))
+            how["trace"] = stack.enter_context(tracing(trace)).keep
         if adapter is not None:
             opening = _open_model(model, network, client, screen, adapter, **how)
         elif resident is not None:

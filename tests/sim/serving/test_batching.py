@@ -367,7 +367,6 @@ def test_the_answers_of_a_broken_chain_continue_on_another(
             self._chain, self._left = chain, steps
             self.report = chain.report
             self.lengths = chain.lengths
-            self.take_steps = chain.take_steps
 
         async def forward(self, *step: Any) -> Any:
             self._left -= 1

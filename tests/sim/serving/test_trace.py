@@ -1,19 +1,19 @@
 """A trace shows what happened to each step of an answer on every hop, and hops that lie about it
 are replaced."""
 
-import asyncio
 import itertools
 import math
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
 
 from swarmnet_client.chain import trace
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.supervisor import ChainSupervisor
-from swarmnet_client.chain.trace import HOP_SLICES, MAX_STEPS, Trace, trace_events
+from swarmnet_client.chain.trace import HOP_SLICES, MAX_STEPS, StepTimer, Trace, TracedStep, trace_events
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Message
@@ -22,6 +22,7 @@ from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session import hop_times
 from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.hop_times import MAX_S, HopTimes, Moment, decode_times, encode_times
+from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, nothing, replacing
 from tests.support.attacks.lying_hosts import assert_liar_is_replaced
@@ -33,18 +34,19 @@ from tests.support.swarm.swarm_lab import Lab, Reference, peer, simulate
 SPANS = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
 PROMPT = [2 + number * 7 % 90 for number in range(600)]
 TOKENS = 5
+MOST_KEPT = trace.MAX_KEPT
 DELAY_US = 10_000
 FORWARD_S = 0.02
 
 
 def traced_chain(lab: Lab, swarm: ModelHosts, trace: Trace) -> Any:
     return Chain.open(
-        swarm, ChainSpec(6, 32, 1024, ElementType.FLOAT32, trace=trace), lab.reference.layers.embed
+        swarm, ChainSpec(6, 32, 1024, ElementType.FLOAT32, trace=trace.keep), lab.reference.layers.embed
     )
 
 
 async def traced(lab: Lab, tokens: int = TOKENS) -> tuple[Trace, list[int]]:
-    trace = Trace(asyncio.get_running_loop().time)
+    trace = Trace()
     async with lab.client() as swarm, traced_chain(lab, swarm, trace) as chain:
         answer = await lab.generate(chain, PROMPT, tokens)
     return trace, answer
@@ -60,6 +62,10 @@ def traced_answer(reference: Reference) -> Trace:
         return trace
 
     return simulate(reference, scenario)
+
+
+def step_of(seq: int, positions: int = 1) -> Step:
+    return Step(seq, (Row(0, 0, positions, 1, 0),), np.zeros(positions, np.int64))
 
 
 def slices(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -88,7 +94,7 @@ def test_the_times_of_a_step_on_three_hops_add_up_to_the_answers(
     reference: Reference,
 ) -> None:
     trace = traced_answer(reference)
-    events: list[Any] = trace_events(trace.trips, trace.steps)
+    events: list[Any] = trace_events(trace.steps)
     assert_slices_nest(events)
     assert list(names(events)) == [0, 1, 2, 3]
     assert [names(events)[pid].split(" on ")[0] for pid in (1, 2, 3)] == [
@@ -105,14 +111,14 @@ def test_the_times_of_a_step_on_three_hops_add_up_to_the_answers(
         assert spent_s == pytest.approx(answered_s - sent_s)
 
     whole = [each for each in slices(events) if (each["pid"], each["tid"]) == (0, 0)]
-    assert sum(each["name"].startswith("trip") for each in whole) == len(trace.trips) == TOKENS
-    started_s, ended_s = trace.trips[0][0], trace.trips[-1][1]
+    assert sum(each["name"].startswith("trip") for each in whole) == TOKENS
+    started_s, ended_s = trace.steps[0].client_s[0], trace.steps[-1].client_s[-1]
     assert sum(each["dur"] for each in whole) == pytest.approx((ended_s - started_s) * 1e6, abs=2)
 
 
 def test_a_trace_finds_the_delay_of_each_link_and_forward(reference: Reference) -> None:
     trace = traced_answer(reference)
-    events: list[Any] = trace_events(trace.trips, trace.steps)
+    events: list[Any] = trace_events(trace.steps)
     by_name = defaultdict(list)
     for each in slices(events):
         by_name[each["name"]].append(each["dur"])
@@ -126,15 +132,13 @@ def test_a_trace_finds_the_delay_of_each_link_and_forward(reference: Reference) 
 
 def test_a_trace_names_every_part_of_a_step_in_order() -> None:
     hop = Hop("hop", 0, 1)
-    trace = Trace(itertools.count().__next__)
-    trace.begin_chain(1)
-    with trace.trip():
-        trace.asked(1, 7)
+    trace = Trace()
+    timer = StepTimer(1, trace.keep, itertools.count().__next__)
+    with timer.step(step_of(1, 7)):
         for moment in (Moment.TAKEN, Moment.EMBEDDED, Moment.ENCODED, Moment.SENT):
-            trace.mark(1, moment)
-        trace.add_times(b"session", hop, encode_times(HopTimes(1, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0))))
-        trace.mark(1, Moment.ANSWERED)
-    events: list[Any] = trace_events(trace.trips, trace.steps)
+            timer.mark(1, moment)
+        timer.add_times(b"session", hop, encode_times(HopTimes(1, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0))))
+    events: list[Any] = trace_events(trace.steps)
     found = [each["name"] for each in slices(events) if each["pid"] == 1]
     assert found == ["step 1: 7 positions", *HOP_SLICES]
 
@@ -165,7 +169,7 @@ def test_a_session_that_is_not_traced_is_told_no_times(
 def test_a_trace_goes_on_when_a_hop_dies(reference: Reference) -> None:
     async def scenario(lab: Lab) -> Trace:
         await lab.start_all({**SPANS, "b2": (2, 4)})
-        trace = Trace(asyncio.get_running_loop().time)
+        trace = Trace()
         async with lab.client() as swarm, traced_chain(lab, swarm, trace) as chain:
 
             def strike(number: int) -> None:
@@ -176,7 +180,7 @@ def test_a_trace_goes_on_when_a_hop_dies(reference: Reference) -> None:
         return trace
 
     trace = simulate(reference, scenario)
-    events: list[Any] = trace_events(trace.trips, trace.steps)
+    events: list[Any] = trace_events(trace.steps)
     assert_slices_nest(events)
     assert len(names(events)) == 1 + 4
     assert all(step.route for step in trace.steps)
@@ -206,26 +210,31 @@ def test_times_that_cannot_be_are_refused(times: tuple[float, ...]) -> None:
     "a hop that says it had a step before that was sent is refused", off=replacing(trace, "SLACK_S", 1e9)
 )
 def test_a_hop_cannot_have_had_a_step_before_it_was_sent() -> None:
-    trace = Trace(lambda: 100.0)
-    trace.begin_chain(1)
-    trace.asked(1, 1)
-    with pytest.raises(ProtocolViolation):
-        trace.add_times(
-            b"session", Hop("liar", 0, 1), encode_times(HopTimes(1, (0.0, 0.0, 50.0, 50.0, 50.0, 50.0)))
-        )
-    trace.add_times(
-        b"session", Hop("honest", 0, 1), encode_times(HopTimes(1, (9.0, 9.1, 9.2, 9.3, 9.4, 9.5)))
-    )
-    trace.add_times(b"session", Hop("late", 0, 1), encode_times(HopTimes(2, (9.0, 9.1, 9.2, 9.3, 9.4, 9.5))))
-    assert [stay.hop.peer for stay in trace.steps[0].stays.values()] == ["honest"]
+    steps: list[TracedStep] = []
+    timer = StepTimer(1, steps.append, lambda: 100.0)
+
+    def told(hop: str, step: int, last_s: float) -> None:
+        times = HopTimes(step, (9.0, 9.1, last_s, last_s, last_s, last_s))
+        timer.add_times(b"session", Hop(hop, 0, 1), encode_times(times))
+
+    with timer.step(step_of(1)):
+        with pytest.raises(ProtocolViolation):
+            told("liar", 1, 50.0)
+        told("honest", 1, 9.5)
+        told("late", 2, 9.5)
+    assert [stay.hop.peer for stay in steps[0].stays.values()] == ["honest"]
 
 
 @defence("the steps of a trace are limited", off=replacing(trace, "MAX_STEPS", 1 << 40))
+@defence("few steps wait for the times of hops", off=replacing(trace, "MAX_KEPT", 1 << 40))
 def test_a_trace_has_a_limited_number_of_steps() -> None:
-    trace = Trace()
+    whole = Trace()
+    timer = StepTimer(1, whole.keep, lambda: 0.0)
     for seq in range(MAX_STEPS + 5):
-        trace.asked(seq, 1)
-    assert len(trace.steps) == len(trace._by_seq) == MAX_STEPS
+        with timer.step(step_of(seq)):
+            pass
+    assert len(whole.steps) == MAX_STEPS
+    assert len(timer._steps) == MOST_KEPT
 
 
 @defence("a host that tells times unasked is replaced", off=overlooking(ChainSupervisor, "_record_times"))
