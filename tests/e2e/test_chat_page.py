@@ -193,6 +193,11 @@ def test_the_list_of_models_has_forming_ones_and_adapters(page: Page, endpoint: 
     ask(page, "Hello?")
     expect(answered(page)).to_contain_text("Hello there.")
     assert endpoint.asked[-1]["model"] == f"{MODEL}:law"
+    endpoint.missing.clear()
+    models.focus()
+    expect(forming).to_have_text("large")
+    expect(forming).to_be_enabled()
+    expect(models).to_have_value(f"{MODEL}:law")
 
 
 def test_the_reader_types_the_result_of_a_tool(page: Page, endpoint: ScriptedEndpoint) -> None:

@@ -17,6 +17,7 @@ const MAX_GAPS = 3; // missing ranges of blocks that the list of models names
 
 let settings = store.settings();
 let chat = store.newChat();
+let drawnModels = ""; // the list of models as the page shows it
 let running = null; // {abort, message} of the answer that grows
 
 const scroller = $("main");
@@ -242,8 +243,8 @@ async function whenKeyGiven(wasWrong = false) {
 }
 
 /** The options of models. Those of adapters stand below the model that they change. */
-function modelOptions(models) {
-  const option = (model) => h("option", { value: model.id, disabled: model.available === false, selected: model.available !== false && model.id === settings.model }, modelText(model));
+function modelOptions(models, chosen) {
+  const option = (model) => h("option", { value: model.id, disabled: model.available === false, selected: model.available !== false && model.id === chosen }, modelText(model));
   const isAdapter = ({ parent }) => models.some(({ id }) => id === parent);
   return models.filter((model) => !isAdapter(model)).flatMap((model) => {
     const adapted = models.filter(({ parent }) => parent === model.id);
@@ -259,19 +260,27 @@ function modelText({ id, available, blocks, missing_blocks: missing = [], missin
   return `${name} (forming: nobody hosts blocks ${listed} of ${blocks}${size ? `, ${number(size)} GB` : ""})`;
 }
 
-/** Loads the models. Asks for a key as long as the endpoint wants one. */
-async function loadModels() {
+/** Loads the models. At first, asks for a key as long as the endpoint wants one. */
+async function loadModels(isFirst) {
   for (let asked = false; ; asked = true) {
     try {
-      const { data } = await get("/v1/models");
-      $("model").replaceChildren(...modelOptions(data));
+      drawModels((await get("/v1/models")).data);
       return;
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
+      if (!isFirst) return; // the next look may succeed
       if (error.status !== 401) { announce(error.message); $("model").replaceChildren(h("option", {}, "no model")); return; }
       if (!await whenKeyGiven(asked)) { $("model").replaceChildren(h("option", {}, "no key")); return; }
     }
   }
+}
+
+/** Shows the models. Leaves an equal list alone, because the reader may have it open. */
+function drawModels(models) {
+  const shown = JSON.stringify(models.map((model) => [model.id, model.parent, modelText(model)]));
+  if (shown === drawnModels) return;
+  $("model").replaceChildren(...modelOptions(models, drawnModels ? $("model").value : settings.model));
+  drawnModels = shown;
 }
 
 /** Shows what this key has used, and its running requests, which it can cancel. */
@@ -336,6 +345,7 @@ function wire() {
     settings = { ...next, model: settings.model };
     store.saveSettings(settings);
   }));
+  for (const target of [window, $("model")]) target.addEventListener("focus", () => loadModels(false));
   $("model").addEventListener("change", () => { settings.model = $("model").value; store.saveSettings(settings); });
   addEventListener("keydown", (event) => {
     if (document.querySelector("dialog[open]")) return;
@@ -352,7 +362,7 @@ async function main() {
   wire();
   draw();
   setAttribute(scroller, "aria-busy", "false");
-  await loadModels();
+  await loadModels(true);
   drawUsage();
   if (!document.querySelector("dialog[open]")) $("question").focus();
 }

@@ -52,6 +52,7 @@ class ScriptedEndpoint:
 
     - ``pause``: awaited between two deltas.
     - ``asked``: the bodies of requests.
+    - ``missing``: blocks of the model ``large`` without a host.
     - ``running``: ids of other running requests of the key.
     - ``killed``: hosts that the page of a demo killed.
     """
@@ -59,6 +60,7 @@ class ScriptedEndpoint:
     answers: list[Sequence[Delta]]
     pause: Callable[[], Any] = lambda: asyncio.sleep(0)
     asked: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[list[int]] = field(default_factory=lambda: [[20, 30]])
     running: list[str] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
     url: str = ""
@@ -74,7 +76,8 @@ class ScriptedEndpoint:
         return app
 
     async def models(self) -> Any:
-        forming = {"available": False, "blocks": 30, "missing_blocks": [[20, 30]], "missing_gb": 0.07}
+        missing = {"missing_blocks": self.missing, "missing_gb": 0.07}
+        forming = {"available": not self.missing, "blocks": 30, **missing}
         adapted = {"id": f"{MODEL}:law", "parent": MODEL}
         return {"data": [{"id": "large", **forming}, {"id": MODEL}, adapted]}
 
