@@ -168,8 +168,8 @@ class Gateway:
         ``places``: for lines that are answered at a time; by default ``AT_ONCE``, for all accounts
         together. Raises ``ApiError`` if the endpoint has several models.
         """
-        only = self.models.only
-        model = None if only is None else only.served
+        only = self.models.usual_name
+        model = self.models.entries[only].served if only else None
         if model is None:
             raise ApiError(400, "batches need an endpoint of one model", "invalid_value", param="model")
         batched, served_as = model.batched.for_batches(), self._served_as(model, account)
@@ -396,7 +396,7 @@ class Gateway:
             return entries
         entries = [each for each in entries if each.offer.name != AUTO]  # hosts choose any name
         auto = self.router.offer(each.offer for each in entries)
-        return entries if auto is None else [*entries, ModelEntry(auto)]
+        return entries if auto is None else [*entries, ModelEntry(auto, entries[0].life)]
 
     def _find(self, name: str) -> ModelEntry:
         """Return a model of the list. Raises ``ApiError`` for an unknown name."""

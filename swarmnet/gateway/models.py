@@ -1,53 +1,51 @@
 """The models that a gateway offers, by their names.
 
-The table of a gateway of one model has one entry, which is always open. In the table of a swarm:
+The table of a gateway of one model has the model, which stays open, and its adapters. In the table
+of a swarm:
 
-1. :meth:`ModelTable.watching` reads what hosts offer, again and again. A model with missing blocks
+1. :meth:`ModelTable.of_swarm` reads what hosts offer, again and again. A model with missing blocks
    is forming, and requests for it are refused.
-2. The first request for a model opens it. Requests that come meanwhile wait for it.
-3. A model without requests closes after ``IDLE_S``, or earlier if another one needs its memory.
+2. A request names a model, a model with an adapter, or a job. The name of a job means its newest
+   revision that hosts offer.
+3. The model opens, and closes when it is idle or another one needs its memory (``model_life.py``).
 """
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from swarmnet.gateway.errors import RETRY_S, ApiError
+from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.generation.tokenization import PromptTokenizer
 from swarmnet.gateway.metrics import GatewayMetrics, ModelMetrics
+from swarmnet.gateway.model_life import IDLE_S, ModelLife, to_close
 from swarmnet.gateway.parsing import MAX_TOKENS
 from swarmnet.gateway.routing.router import AUTO
-from swarmnet_client.batching.continuous_batching import BatchedModel, Overloaded
+from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_client.hosts.model_offers import ModelOffer
-from swarmnet_protocols.errors import OutOfResources, SwarmnetError
+from swarmnet_protocols.directory.revisions import revisions
+from swarmnet_protocols.errors import ConfigError, OutOfResources, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import cancel, in_background, persist
 from swarmnet_protocols.models.public_names import name_for_peers
 
 if TYPE_CHECKING:
     from swarmnet_protocols.session.adapters import Adapter
 
-IDLE_S = 300.0
-"""Seconds after its last request until a model closes, as Ollama's ``keep_alive``. With less, a
-conversation waits for the model again. With more, memory is taken for longer."""
 LOOK_S = 15.0
 """Seconds between two looks at what hosts offer. With less, gateways load the directory. With more,
 a new model is listed later."""
-OPEN_S = 60.0
-"""Seconds that a request waits for a model to open. Proxies close connections that are silent for
-longer."""
-MAX_WAITING = 64
-"""Most requests that wait for one model to open."""
 MAX_LISTED = 10
 """Most names in the message that a model is unknown."""
-_log = logging.getLogger(__name__)
-
-Opener = Callable[[ModelOffer, Callable[[int], Awaitable[None]]], AbstractAsyncContextManager[BatchedModel]]
-"""Opens a model. Before it loads weights, it awaits its second argument with their bytes."""
+Reserve = Callable[[int], Awaitable[None]]
+"""Reserves the bytes of a model. Raises ``OutOfResources``."""
+Opener = Callable[
+    [ModelOffer, Reserve], AbstractAsyncContextManager[tuple[BatchedModel, Mapping[str, "Adapter"]]]
+]
+"""Opens a model with its adapters, by name. Reserves its memory before it loads weights."""
 
 
 @dataclass(frozen=True)
@@ -66,154 +64,136 @@ class OpenedModel:
         return ModelOffer(self.name, manifest.hash, manifest.blocks, self.batched.max_length, missing)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelEntry:
-    """A model of the table.
+    """A name of the table.
 
-    ``opened``: None while the model is closed. ``closing`` is set when the model is to close.
-    ``task``: keeps the model open, until it has closed. ``memory_bytes``: reserved for the model.
+    ``parent``: the model that an adapter changes, which has the same life. None for a model without
+    an adapter.
     """
 
     offer: ModelOffer
-    opened: asyncio.Future[OpenedModel] | None = None
+    life: ModelLife[dict[str, OpenedModel]]
     parent: str | None = None
-    """The name of the model that an adapter changes. None for a model without an adapter."""
-    closing: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
-    memory_bytes: int = 0
-    users: int = 0
-    """Requests that use the model or wait for it."""
-    used_s: float = 0.0
-    """Loop time at the end of the last request."""
 
     @property
     def served(self) -> OpenedModel | None:
-        """The open model. None while it is closed or opens."""
-        future = self.opened
-        is_open = future is not None and future.done() and not future.cancelled() and not future.exception()
-        return future.result() if future is not None and is_open else None
-
-    @property
-    def is_idle(self) -> bool:
-        return self.served is not None and self.users == 0 and not self.closing.is_set()
+        """The open model. None unless it is open."""
+        return (self.life.opened or {}).get(self.offer.name)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of this model in a list of models."""
         return {**self.offer.fields(), "loaded": self.served is not None, "parent": self.parent}
 
 
-def to_close(entries: Sequence[ModelEntry], needed: int, limit: int) -> list[ModelEntry] | None:
-    """Return the idle models to close, so that ``needed`` more bytes stay within ``limit``.
-
-    The least recently used comes first. None if the models in use leave too little.
-    """
-    free = limit - sum(entry.memory_bytes for entry in entries)
-    closed = []
-    for entry in sorted((each for each in entries if each.is_idle), key=lambda each: each.used_s):
-        if free >= needed:
-            break
-        free += entry.memory_bytes
-        closed.append(entry)
-    return closed if free >= needed else None
-
-
 class ModelTable:
     """The models of a gateway. Made by :meth:`of` or :meth:`of_swarm`."""
 
-    def __init__(self, opener: Opener | None = None, max_bytes: int = 0) -> None:
-        """``opener``: None if the table has one model, which is always open."""
+    def __init__(
+        self, opener: Opener, adapters: Mapping[str, Iterable[str]], *, max_bytes: float, usual_name: str = ""
+    ) -> None:
+        """``adapters``: the names of each model's adapters. ``max_bytes``: most memory of all open
+        models. ``usual_name``: the model of a request that names none."""
         self.metrics = GatewayMetrics()
         self.entries: dict[str, ModelEntry] = {}
-        self._open = opener
+        self.usual_name = usual_name
+        self._opener = opener
+        self._adapters = adapters
         self._max_bytes = max_bytes
 
     @classmethod
-    def of(
+    @asynccontextmanager
+    async def of(
         cls, batched: BatchedModel, adapters: "Mapping[str, Adapter]" = MappingProxyType({})
-    ) -> "ModelTable":
-        """Return the table of one open model, and of the same model with each of its adapters."""
-        table = cls()
-        served = table._served(name_for_peers(batched.local.name), batched)
-        table._add(served)
-        for name, adapter in adapters.items():
-            adapted = replace(
-                served,
-                name=f"{served.name}:{name}",
-                batched=replace(batched, adapter=adapter),
-                metrics=ModelMetrics(table.metrics, f"{served.name}:{name}"),
-            )
-            table._add(adapted, parent=served.name)
-        return table
+    ) -> AsyncIterator["ModelTable"]:
+        """Offer one open model, alone and with each of its adapters, while the context is open."""
 
-    def _add(self, served: OpenedModel, parent: str | None = None) -> None:
-        """Add a model that stays open."""
-        opened: asyncio.Future[OpenedModel] = asyncio.get_running_loop().create_future()
-        opened.set_result(served)
-        self.entries[served.name] = ModelEntry(served.offer, opened, parent)
+        @asynccontextmanager
+        async def opener(*_: Any) -> AsyncIterator[tuple[BatchedModel, Mapping[str, "Adapter"]]]:
+            yield batched, adapters
+
+        manifest, name = batched.local.manifest, name_for_peers(batched.local.name)
+        table = cls(opener, {name: adapters}, max_bytes=math.inf, usual_name=name)
+
+        async def only() -> list[ModelOffer]:
+            return [ModelOffer(name, manifest.hash, manifest.blocks)]
+
+        async with table._reading(only), table.using(name):
+            yield table
 
     @classmethod
     @asynccontextmanager
     async def of_swarm(
-        cls, read: Callable[[], Awaitable[Sequence[ModelOffer]]], opener: Opener, max_bytes: int
+        cls,
+        read: Callable[[], Awaitable[Sequence[ModelOffer]]],
+        opener: Opener,
+        max_bytes: int,
+        adapters: Mapping[str, Iterable[str]] = MappingProxyType({}),
     ) -> AsyncIterator["ModelTable"]:
-        """Offer the models that ``read`` returns, while the context is open.
-
-        ``max_bytes``: most memory of all open models.
-        """
-        table = cls(opener, max_bytes)
-        table.learn(await read())
+        """Offer the models that ``read`` returns, while the context is open."""
+        table = cls(opener, adapters, max_bytes=max_bytes)
 
         async def watch() -> None:
             while True:
                 await asyncio.sleep(LOOK_S)
-                await table._close_idle()
+                await _close(table._to_close() or ())
                 with suppress(SwarmnetError):  # the directory may answer later
                     table.learn(await read())
 
+        async with table._reading(read), in_background(persist("the watch over models", watch)):
+            yield table
+
+    @asynccontextmanager
+    async def _reading(self, read: Callable[[], Awaitable[Sequence[ModelOffer]]]) -> AsyncIterator[None]:
+        self._read = read
+        self.learn(await read())
         try:
-            async with in_background(persist("the watch over models", watch)):
-                yield table
+            yield
         finally:
-            await cancel(*(entry.task for entry in table.entries.values()))
+            await cancel(*(life.close() for life in self._lives))
 
     @property
-    def only(self) -> ModelEntry | None:
-        """The entry of the only model, without an adapter. None in the table of a swarm."""
-        return None if self._open else next(iter(self.entries.values()))
-
-    @property
-    def usual_name(self) -> str:
-        """The model of a request that names none; "" if there are several."""
-        return self.only.offer.name if self.only is not None else ""
+    def _lives(self) -> list[ModelLife[dict[str, OpenedModel]]]:
+        return [entry.life for entry in self.entries.values() if entry.parent is None]
 
     @property
     def max_context(self) -> int:
         """Most positions of any model. It bounds a request before its model is known."""
-        served = self.only.served if self.only is not None else None
-        return MAX_TOKENS if served is None else served.batched.context
+        only = self.entries[self.usual_name].served if self.usual_name else None
+        return MAX_TOKENS if only is None else only.batched.context
 
     def learn(self, offers: Sequence[ModelOffer]) -> None:
-        """Replace what hosts offer. Models that are open stay until they close."""
-        stay = {name: entry for name, entry in self.entries.items() if entry.opened or entry.users}
+        """Replace what hosts offer. Models that are not closed stay."""
+        entries = {name: entry for name, entry in self.entries.items() if not entry.life.is_closed}
         for offer in offers:
-            entry = stay.get(offer.name)
-            if entry is None:
-                stay[offer.name] = ModelEntry(offer)
-            elif entry.offer.manifest == offer.manifest:
-                entry.offer = offer
-        self.entries = stay
+            known = entries.get(offer.name)
+            if known is not None and known.offer.manifest != offer.manifest:
+                continue
+            life = ModelLife(offer.name, partial(self._opening, offer.name)) if known is None else known.life
+            entries[offer.name] = ModelEntry(offer, life)
+            for adapter in self._adapters.get(offer.name, ()):
+                name = f"{offer.name}:{adapter}"
+                entries[name] = ModelEntry(replace(offer, name=name), life, offer.name)
+        self.entries = entries
 
     def listed(self) -> list[ModelEntry]:
         """Return all entries, by name."""
-        if self.only is not None:
-            for entry in self.entries.values():
-                entry.offer = entry.served.offer if entry.served is not None else entry.offer
-        return [self.entries[name] for name in sorted(self.entries)]
+        return [self.find(name) for name in sorted(self.entries)]
 
     def find(self, name: str) -> ModelEntry:
-        """Return the entry of a model. Raises ``ApiError`` for an unknown name."""
+        """Return the entry of a model, or of the newest revision of a job, available ones first.
+
+        Raises ``ApiError`` for an unknown name.
+        """
         if (entry := self.entries.get(name)) is not None:
-            return entry
+            client = entry.served if self.usual_name else None  # it knows more than the table
+            return entry if client is None else replace(entry, offer=client.offer)
+        try:
+            found = revisions((entry.offer for entry in self.entries.values()), name)
+        except ConfigError as error:
+            raise ApiError(404, f"{error}: {error.hint}", "model_not_found", param="model") from error
+        if found:
+            return self.entries[min(found, key=lambda offer: bool(offer.missing)).name]
         names = sorted(self.entries)
         here = ", ".join(repr(each) for each in names[:MAX_LISTED]) or "none: nobody hosts a model"
         more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
@@ -225,99 +205,80 @@ class ModelTable:
     async def using(self, name: str) -> AsyncIterator[OpenedModel]:
         """Open a model if it is closed, and keep it open while the context is.
 
-        Raises ``ApiError`` for an unknown or forming model, ``Overloaded`` if too many requests
-        wait for the model, and the errors of opening it.
+        Raises ``ApiError`` for an unknown or forming model, and as ``ModelLife.using``.
         """
         entry = self.find(name)
-        if entry.served is None and entry.users >= MAX_WAITING:
-            raise Overloaded(RETRY_S)
-        entry.users += 1
-        try:
-            yield await self._opened(entry)
-        finally:
-            entry.users -= 1
-            entry.used_s = asyncio.get_running_loop().time()
-
-    def close(self) -> None:
-        """Stop the tokenizer's thread of a table of one model."""
-        if (only := self.only) is not None and only.served is not None:
-            only.served.tokenizer.close()
-
-    def _served(self, name: str, batched: BatchedModel) -> OpenedModel:
-        metrics = self.metrics.opened(name, batched.batcher)
-        return OpenedModel(name, batched, PromptTokenizer(batched), metrics)
+        async with entry.life.using() as opened:
+            yield opened[entry.offer.name]
 
     def left_s(self, entry: ModelEntry) -> float | None:
         """Return the seconds until an open model closes if no other request comes. None if it stays
         open, or is closed."""
-        if self._open is None or entry.served is None:
+        if self.usual_name or entry.served is None:
             return None
-        idle_s = 0.0 if entry.users else asyncio.get_running_loop().time() - entry.used_s
-        return max(0.0, IDLE_S - idle_s)
+        now_s = asyncio.get_running_loop().time()
+        since_s = entry.life.held.idle_since_s
+        return IDLE_S if since_s is None else max(0.0, IDLE_S - (now_s - since_s))
 
-    async def _opened(self, entry: ModelEntry) -> OpenedModel:
-        name = entry.offer.name
-        if entry.closing.is_set() and entry.task is not None:
-            await asyncio.wait([entry.task])
-        if (opened := entry.opened) is None:
-            if entry.offer.missing or self._open is None:
-                message = f"{name} is forming: {entry.offer.lack()}"
-                raise ApiError(503, message, "model_forming", "server_error", retry_after_s=int(LOOK_S))
-            entry.opened = opened = asyncio.get_running_loop().create_future()
-            entry.closing = asyncio.Event()
-            opening = self._keep_open(entry, self._open, opened)
-            entry.task = asyncio.create_task(opening, name=f"model {name}")
+    @asynccontextmanager
+    async def _opening(self, name: str) -> AsyncIterator[dict[str, OpenedModel]]:
+        async with AsyncExitStack() as stack:
+            batched, adapters = await self._open(name, stack)
+            metrics = self.metrics.opened(name, batched.batcher)
+            stack.callback(self.metrics.closed, name)
+            plain = OpenedModel(name, batched, PromptTokenizer(batched), metrics)
+            stack.callback(plain.tokenizer.close)
+            opened = {name: plain}
+            for each, adapter in adapters.items():
+                own, metrics = f"{name}:{each}", ModelMetrics(self.metrics, f"{name}:{each}")
+                adapted = replace(batched, adapter=adapter)
+                opened[own] = replace(plain, name=own, batched=adapted, metrics=metrics)
+            yield opened
+
+    async def _open(self, name: str, stack: AsyncExitStack) -> tuple[BatchedModel, "Mapping[str, Adapter]"]:
+        """Open a model until ``stack`` is closed.
+
+        If its hosts do not answer, look again, and open it once more or tell what is missing.
+        """
         try:
-            async with asyncio.timeout(OPEN_S):
-                return await asyncio.shield(opened)
-        except TimeoutError:
-            message = f"{name} is still being opened"
-            raise ApiError(503, message, "model_loading", "server_error", retry_after_s=RETRY_S) from None
+            return await self._try(name, stack)
+        except Unreachable:
+            self.learn(await self._read())
+            return await self._try(name, stack)
 
-    async def _keep_open(
-        self, entry: ModelEntry, opener: Opener, opened: asyncio.Future[OpenedModel]
-    ) -> None:
-        """Open a model, and keep it open until ``entry.closing`` is set."""
-        name = entry.offer.name
-        try:
-            async with opener(entry.offer, partial(self._reserve, entry)) as batched:
-                served = self._served(name, batched)
-                opened.set_result(served)
-                try:
-                    await entry.closing.wait()
-                finally:
-                    served.tokenizer.close()
-                    self.metrics.closed(name)
-        except Exception as error:  # noqa: BLE001 - requests that wait must learn of every failure
-            if opened.done():
-                _log.exception("the model %s did not close well", name)
-            else:
-                opened.set_exception(error)
-                opened.exception()  # requests that wait raise it; there may be none left
-        finally:
-            opened.cancel()
-            entry.opened, entry.memory_bytes = None, 0
+    async def _try(self, name: str, stack: AsyncExitStack) -> tuple[BatchedModel, "Mapping[str, Adapter]"]:
+        offer, life = self.entries[name].offer, self.entries[name].life
+        if offer.missing:
+            message = f"{name} is forming: {offer.lack()}"
+            raise ApiError(503, message, "model_forming", "server_error", retry_after_s=int(LOOK_S))
 
-    async def _reserve(self, entry: ModelEntry, needed: int) -> None:
-        """Reserve memory for a model, and close idle ones for it. Raises ``OutOfResources``."""
-        closed = to_close([*self.entries.values()], needed, self._max_bytes)
-        if closed is None:
-            fits = needed <= self._max_bytes
-            hint = "try again when other models are idle, or " if fits else ""
-            raise OutOfResources(
-                f"{entry.offer.name} takes {needed / 1e9:.2g} GB of memory here, and "
-                f"{'other models use' if fits else 'all models may take'} {self._max_bytes / 1e9:.2g} GB",
-                hint=f"{hint}start the endpoint with a larger --max-memory",
-            )
-        entry.memory_bytes = needed
-        await self._close(closed)
+        async def reserve(needed: int) -> None:
+            closed = self._to_close(needed)
+            if closed is None:
+                raise _no_memory(name, needed, self._max_bytes)
+            life.memory_bytes = needed
+            await _close(closed)
 
-    async def _close_idle(self) -> None:
-        least_s = asyncio.get_running_loop().time() - IDLE_S
-        await self._close([each for each in self.entries.values() if each.is_idle and each.used_s <= least_s])
+        return await stack.enter_async_context(self._opener(offer, reserve))
 
-    async def _close(self, entries: Sequence[ModelEntry]) -> None:
-        for entry in entries:
-            entry.closing.set()
-        if tasks := [entry.task for entry in entries if entry.task is not None]:
-            await asyncio.wait(tasks)
+    def _to_close(self, needed: int = 0) -> list[ModelLife[dict[str, OpenedModel]]] | None:
+        """Return the models to close, now or for ``needed`` more bytes. None if these have no
+        room."""
+        lives, now_s = self._lives, asyncio.get_running_loop().time()
+        found = to_close([life.held for life in lives], now_s, self._max_bytes, needed)
+        return None if found is None else [lives[at] for at in found]
+
+
+async def _close(lives: Iterable[ModelLife[Any]]) -> None:
+    if tasks := [task for life in lives if (task := life.close()) is not None]:
+        await asyncio.wait(tasks)
+
+
+def _no_memory(name: str, needed: int, limit: float) -> OutOfResources:
+    fits = needed <= limit
+    hint = "try again when other models are idle, or " if fits else ""
+    return OutOfResources(
+        f"{name} takes {needed / 1e9:.2g} GB of memory here, and "
+        f"{'other models use' if fits else 'all models may take'} {limit / 1e9:.2g} GB",
+        hint=f"{hint}start the endpoint with a larger --max-memory",
+    )

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
+from typing import Protocol, TypeVar
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, read_catalog
@@ -47,13 +48,23 @@ def rounds_of(name: str) -> int:
     return -1 if found is None else int(found["rounds"])
 
 
-def revisions(models: Iterable[CatalogModel], job: str) -> list[CatalogModel]:
+class HasName(Protocol):
+    """A model with a name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+N = TypeVar("N", bound=HasName)
+
+
+def revisions(models: Iterable[N], job: str) -> list[N]:
     """Return the announced revisions of a job, the newest first.
 
     ``job``: the job's name, its id, or the first digits of the id. Raises ``ConfigError`` if this
     names several jobs.
     """
-    found: dict[str, list[CatalogModel]] = {}
+    found: dict[str, list[N]] = {}
     for model in models:
         name = _NAME.fullmatch(model.name)
         if name is not None and _is_named(job, name["job"], name["id"]):

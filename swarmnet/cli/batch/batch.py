@@ -127,7 +127,5 @@ async def _answerer(
     async with AsyncExitStack() as stack:
         hosts = await stack.enter_async_context(ModelHosts.connect(local, network))
         served = await stack.enter_async_context(BatchedModel.open(local, hosts, load, limits))
-        models = ModelTable.of(served)
-        stack.callback(models.close)
-        gateway = Gateway(models)
+        gateway = Gateway(await stack.enter_async_context(ModelTable.of(served)))
         yield gateway.line_answerer(gateway.accounts[""], asyncio.Semaphore(at_once))

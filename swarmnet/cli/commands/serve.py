@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -150,9 +151,9 @@ class EndpointOptions:
         list[str],
         typer.Option(
             "--adapter",
-            metavar="NAME=DIR",
-            help="Also offer the model of --model with this LoRA adapter, as MODEL:NAME: law=tuned/law. "
-            "Repeat it for more adapters.",
+            metavar="[MODEL:]NAME=DIR",
+            help="Also offer a model with this LoRA adapter, as MODEL:NAME. With --model M: law=tuned/law. "
+            "Without: M:law=tuned/law. Repeat it for more adapters.",
         ),
     ] = field(default_factory=list)
     router: Annotated[
@@ -206,8 +207,7 @@ def serve(
     from swarmnet_protocols.models.text.chat_template import prepare_rendering
 
     check_draft(options.draft, speculate=options.speculate)
-    if adapter_folders(options.adapter) and not model:
-        raise typer.BadParameter("name the model of the adapters: --model M", param_hint="'--adapter'")
+    adapter_folders(options.adapter, model)
     own_key = new_key()
     access = options.access(own_key)
     router = _read_router(options, model)
@@ -227,18 +227,23 @@ def serve(
         port = run_until_stopped(_serve(source, network, access, options, own_key, router))
 
 
-def adapter_folders(given: Sequence[str]) -> dict[str, Path]:
-    """Return the directories of adapters by name."""
-    folders: dict[str, Path] = {}
+def adapter_folders(given: Sequence[str], model: str = "") -> dict[str, dict[str, Path]]:
+    """Return the directories of adapters by model and name. ``model``: the only model, if the
+    endpoint has one; adapters are then under ""."""
+    folders: dict[str, dict[str, Path]] = {}
     for text in given:
-        name, _, folder = text.partition("=")
+        label, _, folder = text.partition("=")
+        changed, _, name = label.rpartition(":")
         if not _ADAPTER_NAME.fullmatch(name) or not folder:
             message = f"{text!r} is not NAME=DIR, as in law=tuned/law; a name has letters, digits, . _ -"
             raise typer.BadParameter(message, param_hint="'--adapter'")
-        if name in folders:
+        if bool(changed) == bool(model):
+            message = "name the model of an adapter once: with --model M, or as in M:law=tuned/law"
+            raise typer.BadParameter(message, param_hint="'--adapter'")
+        if name in folders.setdefault(changed, {}):
             raise typer.BadParameter(f"two adapters are called {name}", param_hint="'--adapter'")
-        folders[name] = Path(folder)
-    if len(folders) > MAX_ADAPTERS:
+        folders[changed][name] = Path(folder)
+    if len(given) > MAX_ADAPTERS:
         raise typer.BadParameter(f"{MAX_ADAPTERS} are the most", param_hint="'--adapter'")
     return folders
 
@@ -266,6 +271,16 @@ def _read_router(options: EndpointOptions, model: str) -> "Router | None":
         message = "it chooses between models: leave out --model, or add an --adapter"
         raise typer.BadParameter(message, param_hint="'--router'")
     return Router.read(options.router, price)
+
+
+def _check_adapters(folders: Mapping[str, Mapping[str, Path]]) -> None:
+    """Raise ``ConfigError`` or ``IntegrityError`` if a directory has no adapter. Whether it fits its
+    model is known when the model opens."""
+    if folders:
+        from swarmnet_client.tuning.adapter_dir import check_adapter
+
+        for folder in chain.from_iterable(each.values() for each in folders.values()):
+            check_adapter(folder)
 
 
 def check_origin(text: str) -> str:
@@ -346,39 +361,41 @@ async def _models(
     )
     limits = BatchLimits(active=options.max_concurrent, waiting=options.max_concurrent)
 
+    only = "" if isinstance(source, Folders) else source.name
+    folders = adapter_folders(options.adapter, only)
+
     @asynccontextmanager
-    async def opened(local: "LocalModel") -> AsyncIterator[BatchedModel]:
+    async def opened(
+        local: "LocalModel", offered: str
+    ) -> "AsyncIterator[tuple[BatchedModel, dict[str, Adapter]]]":
         network.rules.check_model(local.name, local.manifest.hash)
+        adapters = await asyncio.to_thread(_read_adapters, local, folders.get(offered, {}))
         if text := memory_notice(local, load):
             say({"event": "notice", "text": text}, text, as_json=options.as_json)
         async with (
             ModelHosts.over(connection, local, network) as hosts,
             BatchedModel.open(local, hosts, load, limits, speculate=options.speculate) as batched,
         ):
-            yield batched
+            yield batched, adapters
 
     @asynccontextmanager
     async def announced_model(
         offer: ModelOffer, reserve: Callable[[int], Awaitable[None]]
-    ) -> AsyncIterator[BatchedModel]:
+    ) -> "AsyncIterator[tuple[BatchedModel, dict[str, Adapter]]]":
         local = await resolve_announced(offer.name, offer.manifest, connection, network, **vars(source))
         await reserve(local.sizes("local_layers").in_memory(load.dtype.itemsize))
-        async with opened(local) as batched:
-            yield batched
+        async with opened(local, offer.name) as found:
+            yield found
 
     if isinstance(source, Folders):
+        await asyncio.to_thread(_check_adapters, folders)
         offers = SwarmOffers(connection[1], network.rules, random.SystemRandom(), network.trust.hosts)
         most = options.max_memory_bytes or psutil.virtual_memory().total // MEMORY_SHARE
-        async with ModelTable.of_swarm(offers.read, announced_model, most) as models:
+        async with ModelTable.of_swarm(offers.read, announced_model, most, folders) as models:
             yield models
         return
-    adapters = await asyncio.to_thread(_read_adapters, source, adapter_folders(options.adapter))
-    async with opened(source) as batched:
-        models = ModelTable.of(batched, adapters)
-        try:
-            yield models
-        finally:
-            models.close()
+    async with opened(source, "") as (batched, adapters), ModelTable.of(batched, adapters) as models:
+        yield models
 
 
 @asynccontextmanager

@@ -2,28 +2,33 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from swarmnet.gateway import models
-from swarmnet.gateway.models import IDLE_S, LOOK_S, ModelTable
+from swarmnet.gateway import model_life, models
+from swarmnet.gateway.errors import ApiError
+from swarmnet.gateway.model_life import IDLE_S
+from swarmnet.gateway.models import LOOK_S, ModelTable, Reserve
 from swarmnet.gateway.routing.router import Router
 from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
 from swarmnet_client.hosts.model_offers import DIGITS, ModelOffer, SwarmOffers, named
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_protocols.directory.catalog import CatalogModel
+from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.membership.rules import Admission, Rules
-from tests.defences import defence, replacing
+from swarmnet_protocols.session.adapters import Adapter
+from tests.defences import defence, nothing, replacing
 from tests.support.swarm.gateway import TEMPLATE, Caller, calling, continued, refused
 from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
 from tests.support.swarm.tiny_swarm import load_tiny
 
-MOST_WAITING = models.MAX_WAITING
+MOST_WAITING = model_life.MAX_WAITING
 MEMORY = 1000
 """Bytes that a model takes, as these tests say it."""
 TOKENS = 6
@@ -37,15 +42,21 @@ def beta(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @asynccontextmanager
 async def swarm_gateway(
-    *labs: Lab, max_bytes: int = 2 * MEMORY, router: Router | None = None
+    *labs: Lab,
+    max_bytes: int = 2 * MEMORY,
+    adapters: Mapping[str, Mapping[str, Adapter]] = MappingProxyType({}),
+    opening: Callable[[], None] = lambda: None,
+    router: Router | None = None,
 ) -> AsyncIterator[Caller]:
-    """A gateway of the models of ``labs``, which share a network."""
+    """A gateway of the models of ``labs``, which share a network. ``opening`` is called before a
+    model opens."""
 
     @asynccontextmanager
     async def opener(
-        offer: ModelOffer, reserve: Callable[[int], Awaitable[None]]
-    ) -> AsyncIterator[BatchedModel]:
+        offer: ModelOffer, reserve: Reserve
+    ) -> AsyncIterator[tuple[BatchedModel, Mapping[str, Adapter]]]:
         (lab,) = (each for each in labs if each.manifest == offer.manifest)
+        opening()
         await reserve(MEMORY)
         load = LoadOptions.picked("float32", "cpu")
         async with (
@@ -53,12 +64,12 @@ async def swarm_gateway(
             BatchedModel.open(lab.reference.local, hosts, load, BatchLimits()) as batched,
         ):
             batched.tokenizer.chat_template = TEMPLATE
-            yield batched
+            yield batched, adapters.get(offer.name, {})
 
     async with labs[0].client("observer") as hosts:
         offers = SwarmOffers(hosts.directory, Rules(SWARM, Admission.OPEN), random.Random(0))
         async with (
-            ModelTable.of_swarm(offers.read, opener, max_bytes) as table,
+            ModelTable.of_swarm(offers.read, opener, max_bytes, adapters) as table,
             calling(table, router=router) as caller,
         ):
             yield caller
@@ -83,22 +94,6 @@ def name_of(lab: Lab) -> str:
 
 async def loaded(caller: Caller) -> set[str]:
     return {each["id"] for each in (await caller.http.get("/v1/models")).json()["data"] if each["loaded"]}
-
-
-def test_16_clients_of_two_models_get_each_models_own_answers(tiny: Reference, beta: Reference) -> None:
-    async def scenario(lab: Lab, other: Lab) -> None:
-        async with swarm_gateway(lab, other) as caller:
-            asked = [(each, [2 + number, 3]) for number in range(8) for each in (lab, other)]
-            answers = await asyncio.gather(
-                *(caller.complete(ids, max_tokens=TOKENS, model=name_of(each)) for each, ids in asked)
-            )
-            for (each, ids), answer in zip(asked, answers, strict=True):
-                expected = continued(each.reference.greedy(ids, TOKENS))
-                assert answer.json()["choices"][0]["text"] == expected
-            assert await loaded(caller) == {name_of(lab), name_of(other)}
-            assert refused(await caller.complete(model="tiny"))[::2] == (404, "model_not_found")
-
-    in_swarm(tiny, beta, scenario)
 
 
 def test_a_forming_model_is_refused_with_what_is_missing(tiny: Reference) -> None:
@@ -144,6 +139,62 @@ def test_a_model_closes_for_another_and_when_idle(tiny: Reference, beta: Referen
     in_swarm(tiny, beta, scenario)
 
 
+@pytest.mark.parametrize("when", ["before it opens", "before its first session"])
+def test_a_model_whose_hosts_are_lost_is_refused_with_503(tiny: Reference, when: str) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start_all({"a": (0, 4), "b": (4, 6)})
+
+        def lose() -> None:
+            lab.network.crash(lab.peer_id("b"))
+
+        async with swarm_gateway(lab, opening=lose if when == "before it opens" else lambda: None) as caller:
+            async with caller.gateway.models.using("tiny"):
+                lose()
+                answer = await caller.complete(model="tiny")
+            assert refused(answer)[::2] == (503, "no_route")
+            assert "4:6" in answer.json()["error"]["message"]
+            assert int(answer.headers["retry-after"]) > 0
+
+    simulate(tiny, scenario)
+
+
+def test_a_model_that_fails_to_open_is_looked_up_again(tiny: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start_all({"a": (0, 4), "b": (4, 6)})
+        failures = [Unreachable("the hosts of the outline are lost")]
+
+        def fail() -> None:
+            if failures:
+                raise failures.pop()
+
+        async with swarm_gateway(lab, opening=fail) as caller:
+            assert (await caller.complete(model="tiny", max_tokens=1)).status_code == 200
+
+    simulate(tiny, scenario)
+
+
+def test_the_name_of_a_job_is_its_newest_revision() -> None:
+    one, other = "0123456789ab", "ba9876543210"
+    offered = [f"pile-{one}-r{rounds}" for rounds in (9, 30, 4)]
+
+    async def read() -> list[ModelOffer]:
+        forming = ModelOffer(f"pile-{one}-r31", bytes(32), 4, missing=((0, 4),))
+        return [forming, *(ModelOffer(name, bytes(32), 4) for name in (*offered, f"twin-{other}-r1"))]
+
+    async def scenario() -> None:
+        async with ModelTable.of_swarm(read, nothing, MEMORY) as table:
+            assert [table.find(name).offer.name for name in ("pile", one[:4], offered[2])] == [
+                f"pile-{one}-r30",
+                f"pile-{one}-r30",
+                offered[2],
+            ]
+            table.learn([ModelOffer(f"pile-{id}-r1", bytes(32), 4) for id in (one, other)])
+            with pytest.raises(ApiError, match="names 2 jobs"):
+                table.find("pile")
+
+    asyncio.run(scenario())
+
+
 def test_no_model_takes_the_name_of_another() -> None:
     one, two, three = (bytes([number]) * 32 for number in range(3))
     own = f"m@{one.hex()[:DIGITS]}"
@@ -153,13 +204,13 @@ def test_no_model_takes_the_name_of_another() -> None:
     assert found[own] == one
 
 
-@defence("few requests wait for a model to open", off=replacing(models, "MAX_WAITING", 1 << 30))
+@defence("few requests wait for a model to open", off=replacing(model_life, "MAX_WAITING", 1 << 30))
 def test_few_requests_wait_for_one_model(tiny: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         never = asyncio.Event()
 
         @asynccontextmanager
-        async def opener(*_: Any) -> AsyncIterator[BatchedModel]:
+        async def opener(*_: Any) -> AsyncIterator[Any]:
             await never.wait()
             raise NotImplementedError
             yield

@@ -1,5 +1,5 @@
-"""Adapters behind one gateway: each answer is that of its own adapter alone, and hosts compute all
-of them together."""
+"""Models and adapters behind one gateway: each answer is that of its own model alone, and hosts
+compute all of them together."""
 
 import asyncio
 from dataclasses import replace
@@ -13,13 +13,15 @@ from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.tuning.adapter_dir import read_lora
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.session.adapters import Adapter
+from tests.sim.serving.test_models import in_swarm, name_of, swarm_gateway
 from tests.sim.tuning.test_adapters import LAYOUTS, TARGETS
 from tests.support.models.peft_oracle import with_lora, with_prefix
 from tests.support.network.virtual_time import TimedExecutor
 from tests.support.swarm.batching import all_answered, answered, batcher, request
-from tests.support.swarm.gateway import continued, gateway, refused
+from tests.support.swarm.gateway import continued, refused
 from tests.support.swarm.generation import greedy
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
+from tests.support.swarm.tiny_swarm import load_tiny
 
 # PEFT 0.21 uses a name that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -61,32 +63,37 @@ async def start(lab: Lab) -> None:
     await lab.start_all({"b": (3, 6), "b2": (3, 6)})
 
 
-def test_each_answer_is_that_of_its_adapter_alone(tiny: Reference, tuned: list[Tuned]) -> None:
-    names = ["model", *(f"model:{number}" for number in range(1, len(tuned)))]
-    adapters = {str(number): each for number, (each, _) in enumerate(tuned) if each is not None}
+def test_16_clients_of_two_models_and_four_adapters(
+    tiny: Reference, tuned: list[Tuned], tmp_path: Path
+) -> None:
+    beta = load_tiny(tmp_path, blocks=4)
+    adapters = {str(number): adapter for number, (adapter, _) in enumerate(tuned) if adapter is not None}
 
-    async def scenario(lab: Lab) -> None:
-        await start(lab)
-        async with gateway(lab, adapters=adapters) as caller:
+    async def scenario(lab: Lab, other: Lab) -> None:
+        base, plain = name_of(lab), name_of(other)
+        names = [base, *(f"{base}:{adapter}" for adapter in adapters), plain]
+        answers = [*(alone for _, alone in tuned), [beta.greedy(prompt, TOKENS) for prompt in PROMPTS]]
+        engine = lab.nodes["a"].engine
+        assert engine is not None
+        engine._executor = TimedExecutor(0.05)
+        async with swarm_gateway(lab, other, adapters={base: adapters}) as caller:
             asked = [
                 caller.complete(prompt, max_tokens=TOKENS, model=names[number % len(names)])
                 for number, prompt in enumerate(PROMPTS)
             ]
-            answers = [each.json() for each in await asyncio.gather(*asked)]
-            for number, answer in enumerate(answers):
-                assert answer["model"] == names[number % len(names)]
-                assert answer["choices"][0]["text"] == continued(expected(tuned, number))
-            engine = lab.nodes["a"].engine
-            assert engine is not None
+            for number, answer in enumerate(await asyncio.gather(*asked)):
+                turn = number % len(names)
+                assert answer.json()["model"] == names[turn]
+                assert answer.json()["choices"][0]["text"] == continued(answers[turn][number])
             assert engine.counters.forwards < 3 * TOKENS, "adapters hardly ever shared a forward"
             listed = (await caller.http.get("/v1/models")).json()["data"]
-            assert [(each["id"], each["parent"]) for each in listed] == [
-                (name, "model" if ":" in name else None) for name in names
-            ]
-            unknown = await caller.complete(PROMPTS[0], model="model:5")
-            assert refused(unknown) == (404, "model", "model_not_found")
+            parents = {each["id"]: each["parent"] for each in listed if each["loaded"]}
+            assert parents == {name: base if name.startswith(f"{base}:") else None for name in names}
+            for unknown in ("tiny", f"{plain}:1"):
+                answer = await caller.complete(PROMPTS[0], model=unknown)
+                assert refused(answer) == (404, "model", "model_not_found")
 
-    simulate(tiny, scenario)
+    in_swarm(tiny, beta, scenario)
     assert len({str(answers) for _, answers in tuned}) == len(tuned)
 
 

@@ -178,8 +178,7 @@ async def gateway(
             )
         )
         model.tokenizer.chat_template = TEMPLATE
-        models = ModelTable.of(model, adapters)
-        stack.callback(models.close)
+        models = await stack.enter_async_context(ModelTable.of(model, adapters))
         caller = await stack.enter_async_context(calling(models, quota, keys, batches))
         # until the nodes' announcements have been read
         await asyncio.sleep(hosts.timing.refresh_s + 1)
