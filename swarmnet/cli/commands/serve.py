@@ -274,8 +274,8 @@ def _read_router(options: EndpointOptions, model: str) -> "Router | None":
 
 
 def _check_adapters(folders: Mapping[str, Mapping[str, Path]]) -> None:
-    """Raise ``ConfigError`` or ``IntegrityError`` if a directory has no adapter. Whether it fits its
-    model is known when the model opens."""
+    """Raise ``ConfigError`` or ``IntegrityError`` if a directory has no adapter. Whether it fits
+    its model is known when the model opens."""
     if folders:
         from swarmnet_client.tuning.adapter_dir import check_adapter
 
