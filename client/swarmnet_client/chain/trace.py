@@ -132,8 +132,8 @@ class StepTimer:
         yield
         self.mark(sent.seq, Moment.ANSWERED)
         self._keep(step)
-        for old in [each.seq for each in self._steps.values() if each.is_answered][:-MAX_KEPT]:
-            del self._steps[old]
+        while len(self._steps) > MAX_KEPT and (oldest := next(iter(self._steps.values()))).is_answered:
+            del self._steps[oldest.seq]
 
     def mark(self, seq: int, moment: Moment) -> None:
         """Record that ``moment`` is now. If a step is sent again, its first times stay."""
