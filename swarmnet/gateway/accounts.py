@@ -100,7 +100,7 @@ class Account:
     def files(self) -> BatchStore:
         """The files and batches of the key. Raises ``ApiError`` if this endpoint keeps none."""
         if self._files is None:
-            message = "another endpoint of this user has the batches of this model"
+            message = "another endpoint of this user has these batches"
             raise ApiError(503, message, "batches_elsewhere", "server_error")
         return self._files
 

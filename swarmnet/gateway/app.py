@@ -16,7 +16,7 @@ A generation request passes these steps, the cheapest first, so that a refusal c
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -80,6 +80,8 @@ ENDPOINTS: tuple[GenerationEndpoint[Any], ...] = (
 EMBEDDINGS = {"/v1/embeddings": EmbeddingBody, "/api/embed": OllamaEmbedBody}
 ERRORS = {messages.PATH: messages.error_body, ollama.PREFIX: ollama.error_body}
 """The error objects of protocols by the beginnings of their paths. All others are OpenAI's."""
+ALL_MODELS = "--"
+"""The folder of batches of an endpoint of several models."""
 R = TypeVar("R", bound=StrictModel)
 
 
@@ -94,7 +96,7 @@ class Gateway:
     own_key: str = ""
     """The secret of this user's own commands (``own_answers.py``); empty to refuse them."""
     batches_dir: Path | None = None
-    """The folder of files and batches of the only model. None to refuse batches."""
+    """The folder of files and batches. None to refuse batches."""
     router: Router | None = None
     """Chooses the model of requests for ``auto``. None: there is no such model."""
 
@@ -104,7 +106,7 @@ class Gateway:
         self._created = int(self.clock())
         self._batches = None
         if self.batches_dir is not None:
-            folder = self.batches_dir / self.models.usual_name.replace("/", "--")
+            folder = self.batches_dir / (self.models.usual_name.replace("/", "--") or ALL_MODELS)
             self._batches = BatchQueue(folder, self.accounts, self.line_answerer, self.parser, self.clock)
         self._batch_places = asyncio.Semaphore(AT_ONCE)
         self._running = 0
@@ -166,15 +168,14 @@ class Gateway:
         """Return the answerer of a batch's lines.
 
         ``places``: for lines that are answered at a time; by default ``AT_ONCE``, for all accounts
-        together. Raises ``ApiError`` if the endpoint has several models.
+        together.
         """
-        only = self.models.usual_name
-        model = self.models.entries[only].served if only else None
-        if model is None:
-            raise ApiError(400, "batches need an endpoint of one model", "invalid_value", param="model")
-        batched, served_as = model.batched.for_batches(), self._served_as(model, account)
-        places = places or self._batch_places
-        return LineAnswerer(batched, served_as, model.tokenizer, model.metrics, account, places)
+
+        def using(name: str, prompt: Callable[[], Prompt]) -> AbstractAsyncContextManager[OpenedModel]:
+            return self.models.using(self._resolved(name, prompt))
+
+        name, places = self.models.usual_name, places or self._batch_places
+        return LineAnswerer(using, self._served_as, name, account, places)
 
     async def drain(self) -> None:
         """Refuse new requests and wait until the running ones have ended."""

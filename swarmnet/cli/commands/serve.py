@@ -420,7 +420,9 @@ async def _endpoint(
     async with AsyncExitStack() as stack:
         connection = await stack.enter_async_context(connect(network, client_mode=True))
         models = await stack.enter_async_context(_models(source, connection, network, options))
-        batches = None if isinstance(source, Folders) else default_state_dir() / "batches"
+        batches = default_state_dir() / "batches"
+        if isinstance(source, Folders):  # swarms have other models under the same names
+            batches /= network.rules.swarm.hex()
         gateway = Gateway(models, quota, own_key=own_key, batches_dir=batches, router=router)
         await stack.enter_async_context(gateway.running())
         bare = gateway.app()

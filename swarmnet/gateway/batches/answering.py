@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +12,11 @@ from swarmnet.gateway.batches.journal import Journal
 from swarmnet.gateway.batches.lines import ENDPOINTS, BatchLine, windows_by_prefix
 from swarmnet.gateway.errors import ApiError, api_error
 from swarmnet.gateway.generation.answering import check_places, generating
-from swarmnet.gateway.generation.requests import GenerationRequest
-from swarmnet.gateway.generation.tokenization import PromptTokenizer
-from swarmnet.gateway.metrics import ModelMetrics
+from swarmnet.gateway.generation.requests import Prompt
+from swarmnet.gateway.models import OpenedModel
 from swarmnet.gateway.parsing import validated
-from swarmnet.gateway.protocols.endpoint import (
-    AnswerWriter,
-    GenerationEndpoint,
-    ServedAs,
-    whole_answer,
-)
-from swarmnet_client.batching.continuous_batching import BatchedModel
+from swarmnet.gateway.protocols.endpoint import GenerationEndpoint, ServedAs, whole_answer
+from swarmnet_client.model.sampling import USUAL_SAMPLING
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import all_of
 
@@ -37,16 +32,17 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class LineAnswerer:
-    """Answers single lines with a model.
+    """Answers single lines with the models that they name.
 
-    ``account``: pays for the answers, and owns the KV caches that prompts may share. ``places``:
-    for answers that are computed at a time, also of other keys.
+    - ``using``: opens a model by its name, which may be ``auto``, for a prompt.
+    - ``usual_name``: the model of lines that name none.
+    - ``account``: pays for the answers, and owns the KV caches that prompts may share.
+    - ``places``: for answers that are computed at a time, also of other keys.
     """
 
-    served: BatchedModel
-    served_as: ServedAs
-    tokenizer: PromptTokenizer
-    metrics: ModelMetrics
+    using: Callable[[str, Callable[[], Prompt]], AbstractAsyncContextManager[OpenedModel]]
+    served_as: Callable[[OpenedModel, Account], ServedAs]
+    usual_name: str
     account: Account
     places: asyncio.Semaphore
 
@@ -58,34 +54,26 @@ class LineAnswerer:
         """
         endpoint: GenerationEndpoint[Any] = ENDPOINTS[line.url]
         try:
-            body = validated({"model": self.served_as.model, **line.body}, endpoint.body)
-            wanted = self._wanted(endpoint.request(body, self.served.sampling))
+            body = validated({"model": self.usual_name, **line.body}, endpoint.body)
+            wanted = endpoint.request(body, USUAL_SAMPLING)
+            if wanted.stream:
+                raise ApiError(400, "a batch has no streams", "invalid_value", param="stream")
         except ApiError as refused:
             async with self.account.admitted_later(1):
                 return _answered(line, refused.status, refused.body())
         try:
             async with self.account.admitted_later(wanted.choices), self.places:
-                writer = endpoint.writer(body, self.served_as)
-                return _answered(line, 200, await self._insist(wanted, line.url, writer))
+                return _answered(line, 200, await self._insist(endpoint, body, wanted.prompt))
         except ApiError as refused:
             return _answered(line, refused.status, refused.body())
 
-    def _wanted(self, wanted: GenerationRequest) -> GenerationRequest:
-        """Return a request that a batch may make. Raises ``ApiError`` for any other."""
-        if wanted.model != self.served_as.model:
-            message = f"there is no model {wanted.model[:200]!r} here, only {self.served_as.model!r}"
-            raise ApiError(404, message, "model_not_found", param="model")
-        if wanted.stream:
-            raise ApiError(400, "a batch has no streams", "invalid_value", param="stream")
-        return wanted
-
-    async def _insist(self, wanted: GenerationRequest, url: str, writer: AnswerWriter) -> dict[str, Any]:
+    async def _insist(self, endpoint: GenerationEndpoint[Any], body: Any, prompt: Prompt) -> dict[str, Any]:
         """Return the answer, even if it takes several tries. Raises ``ApiError``."""
         clock = asyncio.get_running_loop().time
         until_s, pause_s, tries = clock() + PATIENCE_S, FIRST_PAUSE_S, 1
         while True:
             try:
-                return await self._generate(wanted, url, writer)
+                return await self._generate(endpoint, body, prompt)
             except (ApiError, SwarmnetError) as error:
                 refused = api_error(error)
             if refused.retry_after_s is None and (refused.status < 500 or tries == TRIES):
@@ -99,14 +87,19 @@ class LineAnswerer:
             await asyncio.sleep(max(pause_s, refused.retry_after_s or 0))
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
 
-    async def _generate(self, wanted: GenerationRequest, url: str, writer: AnswerWriter) -> dict[str, Any]:
-        check_places(self.served, wanted.choices)
-        async with generating(
-            wanted, self.served, self.tokenizer, self.metrics, self.account.name
-        ) as generation:
-            running = RunningRequest(url, self.served_as.model, 0, generation, is_listed=False)
-            with self.account.running(running):
-                return await whole_answer(generation, writer)
+    async def _generate(self, endpoint: GenerationEndpoint[Any], body: Any, prompt: Prompt) -> dict[str, Any]:
+        async with self.using(body.model, lambda: prompt) as model:
+            batched = model.batched.for_batches()
+            wanted = endpoint.request(body, batched.sampling)
+            check_places(batched, wanted.choices)
+            async with generating(
+                wanted, batched, model.tokenizer, model.metrics, self.account.name
+            ) as generation:
+                running = RunningRequest(endpoint.path, model.name, 0, generation, is_listed=False)
+                with self.account.running(running):
+                    return await whole_answer(
+                        generation, endpoint.writer(body, self.served_as(model, self.account))
+                    )
 
 
 def _answered(line: BatchLine, status: int, body: dict[str, Any]) -> dict[str, Any]:

@@ -70,10 +70,12 @@ class BatchQueue:
             self._tasks[account.name] = asyncio.create_task(loop)
 
     async def _answer_all(self, account: Account) -> None:
+        failures = 0
         while left := account.files.unfinished():
             try:
-                await self._answer(account, left[0])
-            except SwarmnetError:
+                await self._answer(account, left[failures % len(left)])
+            except SwarmnetError:  # batches of other models may go on
+                failures += 1
                 await asyncio.sleep(RETRY_S)
 
     async def _answer(self, account: Account, batch: dict[str, Any]) -> None:

@@ -19,8 +19,10 @@ from swarmnet.gateway.parsing import BodyParser
 from swarmnet.gateway.protocols.kept_responses import KeptResponses
 from swarmnet_protocols.errors import ConfigError
 from tests.defences import Patch, defence, nothing, replacing
-from tests.support.swarm.gateway import COMMON, Caller, refused, served
+from tests.sim.serving.test_models import MEMORY, in_swarm, name_of, swarm_gateway
+from tests.support.swarm.gateway import COMMON, Caller, continued, refused, served
 from tests.support.swarm.swarm_lab import Lab, Reference
+from tests.support.swarm.tiny_swarm import load_tiny
 
 KEYS = {"alice": "alices-key", "bob": "bobs-secret"}
 COMPLETIONS = "/v1/completions"
@@ -86,6 +88,31 @@ def test_openais_client_runs_a_batch(tiny: Reference, tmp_path: Path) -> None:
     assert by_id["n3"]["body"]["choices"] == direct["choices"]
     assert by_id["n20"]["status_code"] == by_id["many"]["status_code"] == 400
     assert usage["requests"] == 21
+
+
+def test_lines_of_a_batch_name_their_models(tiny: Reference, tmp_path: Path) -> None:
+    beta = load_tiny(tmp_path / "beta", blocks=4)
+
+    async def scenario(lab: Lab, other: Lab) -> None:
+        async with swarm_gateway(lab, other, max_bytes=MEMORY, batches=tmp_path) as caller:
+            names = name_of(lab), name_of(other), "tiny", ""
+            about = {**COMMON, "prompt": [5, 6], "max_tokens": 4}
+            lines = [{**about, "custom_id": f"of {name}", "model": name} for name in names]
+            content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+            client = _client(caller)
+            batch = await _ended(client, await _begin(client, content))
+            output = (await client.files.content(batch.output_file_id)).text
+            answers = [json.loads(line) for line in output.splitlines()]
+            found = {each["custom_id"]: each["response"] for each in answers}
+            for name, model in zip(names, (tiny, beta), strict=False):
+                body = found[f"of {name}"]["body"]
+                assert (body["model"], body["choices"][0]["text"]) == (
+                    name,
+                    continued(model.greedy([5, 6], 4)),
+                )
+            assert [found[f"of {name}"]["status_code"] for name in names] == [200, 200, 404, 404]
+
+    in_swarm(tiny, beta, scenario)
 
 
 @defence(

@@ -47,6 +47,7 @@ async def swarm_gateway(
     adapters: Mapping[str, Mapping[str, Adapter]] = MappingProxyType({}),
     opening: Callable[[], None] = lambda: None,
     router: Router | None = None,
+    batches: Path | None = None,
 ) -> AsyncIterator[Caller]:
     """A gateway of the models of ``labs``, which share a network. ``opening`` is called before a
     model opens."""
@@ -70,7 +71,7 @@ async def swarm_gateway(
         offers = SwarmOffers(hosts.directory, Rules(SWARM, Admission.OPEN), random.Random(0))
         async with (
             ModelTable.of_swarm(offers.read, opener, max_bytes, adapters) as table,
-            calling(table, router=router) as caller,
+            calling(table, router=router, batches=batches) as caller,
         ):
             yield caller
 
