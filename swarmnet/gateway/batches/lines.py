@@ -43,7 +43,7 @@ class BatchLine:
     def prefix(self) -> tuple[str, str, str]:
         """The sort key. It puts lines of one model with a common beginning next to each other."""
         model, prompt = self.body.get("model"), self.body.get("messages", self.body.get("prompt"))
-        return json.dumps(model), self.url, json.dumps(prompt)[:PREFIX_CHARS]
+        return json.dumps(model)[:PREFIX_CHARS], self.url, json.dumps(prompt)[:PREFIX_CHARS]
 
 
 def read_lines(path: Path, model: str, parser: BodyParser = ANY_MODEL) -> Iterator[BatchLine]:
