@@ -1,6 +1,7 @@
 """A gateway of a swarm: models are opened on first use, and closed when idle or for others."""
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ import pytest
 
 from swarmnet.gateway import model_life, models
 from swarmnet.gateway.errors import ApiError
-from swarmnet.gateway.model_life import IDLE_S
+from swarmnet.gateway.model_life import IDLE_S, Held, to_close
 from swarmnet.gateway.models import LOOK_S, ModelTable, Reserve
 from swarmnet.gateway.routing.router import Router
 from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
@@ -172,6 +173,24 @@ def test_a_model_that_fails_to_open_is_looked_up_again(tiny: Reference) -> None:
             assert (await caller.complete(model="tiny", max_tokens=1)).status_code == 200
 
     simulate(tiny, scenario)
+
+
+@pytest.mark.parametrize(
+    ("idle_since_s", "needed", "closed"),
+    [
+        ([None, 1000.0, 900.0], 0, []),
+        ([None, 1000.0, 900.0], 1, [2]),
+        ([None, 1000.0, 900.0], 5, [2, 1]),
+        ([None, 1000.0, 900.0], 9, None),
+        ([None, 1000.0, -math.inf], 1, [2]),
+        ([None, 1000.0 - IDLE_S, 990.0], 0, [1]),
+    ],
+)
+def test_models_close_for_memory_or_when_idle_for_long(
+    idle_since_s: list[float | None], needed: int, closed: list[int] | None
+) -> None:
+    held = [Held(4, since_s) for since_s in idle_since_s]
+    assert to_close(held, 1000.0, limit=12, needed=needed) == closed
 
 
 def test_the_name_of_a_job_is_its_newest_revision() -> None:
