@@ -12,7 +12,9 @@ from tests.support.processes.worker_processes import bootstrap, create_job, work
 from tests.support.training.workers import write_job
 
 MAX_RAM_MIB = 1100
-"""Most memory of a worker: 980 MiB were measured. Python and its libraries take 430 MiB of it."""
+"""Most memory of a worker. A worker of the whole model needs more."""
+LIBRARIES_MIB = 460
+"""Memory of Python and its libraries: a worker of a tiny model was measured at 453 MiB."""
 _MODEL = "hidden_size = 512\nintermediate_size = 1536\nnum_hidden_layers = 11\nnum_attention_heads = 8"
 
 
@@ -38,8 +40,10 @@ def test_a_model_that_fits_no_worker_is_trained(tmp_path: Path) -> None:
         for worker in running.values():
             worker.wait("finished")
         assert {worker.wait("ready")["stage"] for worker in running.values()} == {0, 1, 2}
-        peaks = [_peak_mib(worker.process.pid) for worker in running.values()]
-        assert max(peaks) < MAX_RAM_MIB, peaks
+        for worker in running.values():
+            copies = [each["bytes"] for each in list(worker.events) if each["event"] == "copy"]
+            stated_mib = (1.15 * worker.wait("memory")["bytes"] + max(copies, default=0)) / 2**20
+            assert _peak_mib(worker.process.pid) <= LIBRARIES_MIB + stated_mib
         swarm = (*swarm, "--bootstrap", bootstrap(running)[0])
         elsewhere = ("--data-dir", str(tmp_path / "nothing"), "--cache-dir", str(tmp_path / "cache"))
         call("train", "export", job, *swarm, *elsewhere, "--out", str(tmp_path / "model"))

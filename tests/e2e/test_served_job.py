@@ -23,14 +23,14 @@ PROMPT = torch.tensor([[104, 105]])
 @pytest.mark.parametrize(
     "stages",
     [
-        pytest.param("", id="whole"),
-        pytest.param("[stages]\ncount = 2\n", id="stages", marks=pytest.mark.thorough),
+        pytest.param("", id="whole", marks=pytest.mark.thorough),
+        pytest.param("[stages]\ncount = 2\n", id="stages"),
     ],
 )
 def test_a_job_in_training_answers_as_its_exported_revision(
     stages: str, tmp_path: Path, cache_dir: Path
 ) -> None:
-    """A host is killed in the middle of the answer."""
+    """A host and a training worker are killed in the middle of the answer."""
     lab = Swarm(tmp_path, cache_dir, model="tiny")
     toml = tmp_path / "job.toml"
     toml.write_text(write_job(tmp_path, "allreduce", rounds=100_000) + stages)
@@ -55,9 +55,8 @@ def test_a_job_in_training_answers_as_its_exported_revision(
                 assert params_hash(learned) in training["anna"].hashes().values()
             with lab.connect() as model:
                 strike = Strike(lab, model, kill, block=0)
-                answer = model.generate(
-                    PROMPT, max_new_tokens=TOKENS, do_sample=False, streamer=At((8, strike))
-                )
+                deaths = At((4, training["boris"].kill), (8, strike))
+                answer = model.generate(PROMPT, max_new_tokens=TOKENS, do_sample=False, streamer=deaths)
                 assert len(strike.hit) == 1
         expected = exported.generate(PROMPT, max_new_tokens=TOKENS, do_sample=False)
         assert answer.tolist() == expected.tolist()

@@ -47,6 +47,7 @@ _MAX_PROGRESS_BYTES = 64 << 10
 _HASHED_AT_ONCE = 1 << 22
 """Parameters that are hashed at a time. More would take the memory of a copy in float32."""
 _STATE = "state"
+_PARAMETERS = "parameters"
 _ROUNDS = "trained-rounds.json"
 _NAME = re.compile(r"checkpoint-(\d{8})")
 
@@ -160,14 +161,19 @@ class CheckpointStore:
                 write_whole(path, json.dumps([rounds, again]).encode(), durable=True)
         return rounds, again
 
-    def set_apart(self, checkpoint: WorkerCheckpoint) -> WorkerCheckpoint:
-        """Return the checkpoint with a copy of the optimizer's state on the disk.
+    def set_apart(self, checkpoint: WorkerCheckpoint, *, whole: bool) -> WorkerCheckpoint:
+        """Return the checkpoint with a copy of the optimizer's state on the disk, and if ``whole``
+        of the parameters.
 
-        Then steps may change it. Raises ``OutOfResources``.
+        Then steps may change them. Raises ``OutOfResources``.
         """
-        if not checkpoint.optimizer:
+        parts = dict(checkpoint.optimizer)
+        if whole:
+            parts[_PARAMETERS] = checkpoint.parameters.to("cpu")
+        if not parts:
             return checkpoint
-        return replace(checkpoint, optimizer=unpack(self.spill(pack(checkpoint.optimizer))))
+        kept = unpack(self.spill(pack(parts)))
+        return replace(checkpoint, parameters=kept.pop(_PARAMETERS, checkpoint.parameters), optimizer=kept)
 
     def set_aside(self) -> None:
         """Copy the newest valid checkpoint to ``before-catch-up-ROUND``.

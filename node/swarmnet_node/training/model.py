@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.utils import logging
 
 from swarmnet_node.training.initial_weights import draw_weights
+from swarmnet_node.training.shared_state import pack
 from swarmnet_node.training.steps.expert_balance import BIAS, share_biases
 from swarmnet_node.training.steps.subspace import check_subspace, numbers_in_subspace
 from swarmnet_node.training.steps.training_machine import TrainingMachine
@@ -407,13 +408,14 @@ def write_model(model: PreTrainedModel, parameters: torch.Tensor, folder: Path) 
     named, done = {}, 0
     for name, parameter in trained_parameters(model):
         part = parameters[done : done + parameter.numel()]
-        named[name] = part.detach().to("cpu", copy=True).view(parameter.shape)
+        named[name] = part.detach().to("cpu", copy=not is_stage(model)).view(parameter.shape)
         done += parameter.numel()
     if is_adapted(model):
         write_adapter(config_of(model), {stored_name(name): each for name, each in named.items()}, folder)
         return
     if is_stage(model):
-        save_file(named, folder / STAGE_FILE)
+        with (folder / STAGE_FILE).open("wb") as stream:  # save_file would copy all tensors
+            stream.writelines(pack(named))
         return
     save_whole(model, named, folder)
 

@@ -43,7 +43,7 @@ class Replica:
         self.method = job.make_method()
         self.codec = get_codec(job.exchange.codec or self.method.codec)
         self._job = job
-        self._begin(trainer.view() if self.method.kind == "scalars" else trainer.parameters())
+        self._begin(trainer.parameters() if self.method.kind == "parameters" else trainer.view())
         self._feedback = self._new_feedback()
 
     def steps(self, round: int, slot: int, first: int, end: int) -> StepReport:
@@ -86,10 +86,10 @@ class Replica:
         if average is not None:
             self.revision += 1
         if self.method.kind == "gradients":
-            gradient = self.method.apply(round, torch.zeros(self.trainer.parameter_count), average)
+            none = torch.zeros(1).expand(self.trainer.parameter_count)
+            gradient = self.method.apply(round, none, average)
             if average is not None:
                 self.trainer.apply_gradient(round, 0, gradient)
-            self.method.begin(self.trainer.parameters())
             return
         self.trainer.load(self.method.apply(round, self.trainer.view(), average))
 
@@ -103,7 +103,7 @@ class Replica:
 
     def evaluate(self) -> tuple[float, int]:
         """Return the validation loss of the agreed parameters, and its number of tokens."""
-        if self.method.kind == "scalars":  # the only weights are the agreed ones
+        if self.method.kind != "parameters":  # the only weights are the agreed ones
             return self._whole.evaluate(self._job.eval.batches)
         own = self.trainer.parameters()
         self.trainer.load(self.method.agreed())
@@ -184,10 +184,10 @@ class Replica:
 
     def _begin(self, parameters: torch.Tensor) -> None:
         """Begin from ``parameters``, which are the trainer's."""
-        if self.method.kind == "scalars":
-            self.method.begin(self.trainer.storage())  # one copy of the weights for both
-        else:
+        if self.method.kind == "parameters":
             self.method.begin(parameters)
+        else:
+            self.method.begin(self.trainer.storage())  # one copy of the weights for both
 
     def _new_feedback(self) -> ErrorFeedback | None:
         if not self.codec.biased or self.method.kind == "scalars":

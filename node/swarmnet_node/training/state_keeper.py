@@ -123,7 +123,10 @@ class StateKeeper:
         await self.written()
         excluded = tuple(self.workers.excluded)
         saved = await self.compute(
-            lambda: self.checkpoints.set_apart(self.replica.checkpoint(self.job_id, round, excluded))
+            lambda: self.checkpoints.set_apart(
+                self.replica.checkpoint(self.job_id, round, excluded),
+                whole=self.replica.method.kind == "gradients",
+            )
         )
         loop, write = asyncio.get_running_loop(), self.replica.trainer.write
         self._writing = loop.run_in_executor(self.writer, self.checkpoints.save, saved, write)

@@ -13,7 +13,7 @@ from swarmnet_protocols.training.pipeline.chains import OPEN_HERE, OPEN_PER_WORK
 
 _KEPT_BYTES = 4 * 4
 """Bytes of memory per trained parameter: the parameter in float32, AdamW's two moments, and the
-agreed parameter."""
+agreed parameter. If gradients are exchanged, the gradient instead of the last."""
 _ROUND_BYTES = 4
 """Bytes of memory per trained parameter that a round adds: the gradients of inner steps, and then
 the average of an exchange that computes contributions where it reads them."""
@@ -34,9 +34,13 @@ class MemoryNeeds:
     - ``frozen_bytes``: bytes of weights that are not trained.
     - ``trained_bytes``: bytes of trained parameters, with what optimizers and exchanges keep.
     - ``activation_bytes``: bytes that a forward pass keeps for the backward pass, estimated.
-    - ``boundary_bytes``: bytes of the inputs, outputs and gradients of a batch, which a stage's
-      worker keeps until its step ends. A worker that is faster than the others of its stage keeps
-      up to ``MOST_BATCHES`` times as much. A subspace adds its basis and its table of tokens.
+    - ``boundary_bytes``: bytes of the inputs, outputs and gradients of two batches, which a stage's
+      worker keeps until all stages have committed the second. A worker that is faster than the
+      others of its stage keeps up to ``MOST_BATCHES`` times as much. A subspace adds its basis and
+      its table of tokens.
+
+    Within its owner's limit, a stage's worker also takes the memory to fetch a copy of the next
+    stage. The event "copy" has its bytes.
     """
 
     parameters: int
@@ -66,7 +70,8 @@ def bytes_per_parameter(job: Job, *, eight_bit: bool = False) -> float:
     if isinstance(method, ZeroOrder):
         return _FORWARDS_COPIES * (4 if job.model.is_lora else method.dtype.itemsize)
     kept = _KEPT_BYTES - (6 if eight_bit else 0)
-    kept += 4 * len(method.state_names) if isinstance(method, OuterMethod) else 4
+    if method.kind == "parameters":
+        kept += 4 * len(method.state_names) if isinstance(method, OuterMethod) else 4
     codec = get_codec(job.exchange.codec or method.codec)
     in_parts = isinstance(method, OuterMethod) and method.contributes_difference
     in_parts = in_parts and not method.overlap_steps and codec.name == FLOAT32.name
@@ -104,12 +109,14 @@ def activation_bytes(
 
 
 def boundary_bytes(job: Job, config: Any) -> int:
-    """Return the bytes of what a stage's worker keeps of a batch: its inputs, its outputs, and the
-    gradients of both, in float32.
+    """Return the bytes of what a stage's worker keeps of two batches: their inputs, their outputs,
+    and the gradients of both, in float32.
 
-    A subspace adds its frozen tensors: the basis, and the table with a row for each token.
+    When a round begins, other stages may still need the last one. A subspace adds its frozen
+    tensors: the basis, and the table with a row for each token.
     """
-    positions, hidden_size = job.training.batch_size * job.data.sequence_length, int(config.hidden_size)
+    positions = 2 * job.training.batch_size * job.data.sequence_length
+    hidden_size = int(config.hidden_size)
     if job.stages is None or job.stages.subspace is None:
         return 4 * 4 * positions * hidden_size
     rank = job.stages.subspace

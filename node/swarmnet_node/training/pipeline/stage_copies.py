@@ -93,9 +93,11 @@ class StageCopies:
             return
         key = self.job.key(self._next)
         data, _ = await self.keeper.server.fetch(key, position.state, [worker], max_bytes=most_bytes)
-        self.keeper.server.keep(key, PackedState.of([await self.keeper.spill([data])]))
+        size_bytes, kept = len(data), await self.keeper.spill([data])
+        del data  # before the copy is read
+        self.keeper.server.keep(key, PackedState.of([kept]))
         self._kept = position
         self._due_s = clock() + max(COPY_S, (clock() - started_s) / LINK_SHARE)
-        self.keeper.emit("copy", stage=self._next, round=position.round, bytes=len(data))
+        self.keeper.emit("copy", stage=self._next, round=position.round, bytes=size_bytes)
         for each in self.announcements():
             await each.publish(self.directory)

@@ -15,8 +15,8 @@ class AllReduceSettings(Settings):
 class AllReduce(AllToAll):
     """Every worker's own optimizer steps on the mean gradient.
 
-    All workers have equal parameters and equal optimizer state. A worker calls ``begin`` with its
-    parameters after each optimizer step, so that ``agreed`` returns them.
+    All workers have equal parameters and equal optimizer state. The vector of ``begin`` is the
+    worker's weights, so ``agreed`` returns them after each optimizer step.
     """
 
     kind: Kind = "gradients"

@@ -51,7 +51,8 @@ class Method(Protocol):
     - "scalars": for ``contribution`` the slopes that the worker measured [k]; for ``apply`` the
       parameters. They may be bfloat16, and ``apply`` changes the vector of ``begin`` in place.
 
-    The vectors of ``begin`` and ``restore`` then belong to the method. ``apply`` may change them in
+    The vectors of ``begin`` and ``restore`` then belong to the method. With "gradients", that of
+    ``begin`` is the weights, which only the optimizer may change. ``apply`` may change them in
     place, and so the vectors that ``agreed`` and ``state`` returned. Between two calls of ``apply``
     they stay as they are: newcomers download them without a copy. ``parameters`` and the values of
     ``average`` may be used only during the call.

@@ -59,7 +59,7 @@ def test_stages_in_a_subspace_are_an_ordinary_model(family: str, tmp_path: Path)
 
 def test_stated_memory_is_that_of_a_stage_in_its_subspace(tmp_path: Path) -> None:
     job = job_of(tmp_path, config_of("llama"))
-    positions = job.training.batch_size * job.data.sequence_length
+    positions = 2 * job.training.batch_size * job.data.sequence_length
     for stage in range(4):
         needs = check_model(job, TrainingMachine(tmp_path, 1 << 40), vocab_size=256, stage=stage)
         model = build_stage(job, stage, tmp_path)
