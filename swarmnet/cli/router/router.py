@@ -10,7 +10,7 @@ import typer
 
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import JsonFlag
-from swarmnet.cli.output import print_json, print_table, print_text, progress
+from swarmnet.cli.output import print_result, progress
 from swarmnet_protocols.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,10 +75,8 @@ def fit_router(
             fit(data).write(out)
         except OSError as error:
             raise ConfigError(f"cannot write {out}: {error.strerror}") from error
-    if as_json:
-        print_json({"path": str(out), "models": list(data.names), **asdict(found)})
-    else:
-        _print(found, out)
+    fields = {"path": str(out), "models": list(data.names), **asdict(found)}
+    print_result(fields, _in_words(found, out), as_json=as_json)
 
 
 def speeds_of(given: Sequence[str], names: Sequence[str]) -> dict[str, float]:
@@ -98,12 +96,17 @@ def speeds_of(given: Sequence[str], names: Sequence[str]) -> dict[str, float]:
     return speeds
 
 
-def _print(found: "FitReport", out: Path) -> None:
+def _in_words(found: "FitReport", out: Path) -> str:
     named = f"{found.accuracy:.0%} of winners named, {found.baseline:.0%} by always naming the usual one"
-    print_text(f"{found.comparisons} comparisons; on the {found.held_out} held out: {named}")
-    rows = {
-        f"{point.price:g}": f"cost {point.cost:.2f}, wins {point.quality:.0%}, at random {point.mixed:.0%}"
+    points = (
+        f"  {point.price:g}: cost {point.cost:.2f}, wins {point.quality:.0%}, at random {point.mixed:.0%}"
         for point in found.curve
-    }
-    print_table("what each --router-cost buys on the comparisons held out", rows)
-    print_text(f"swarmnet serve --swarm SWARM --router {out}")
+    )
+    return "\n".join(
+        [
+            f"{found.comparisons} comparisons; on the {found.held_out} held out: {named}",
+            "what each --router-cost buys there:",
+            *points,
+            f"next: swarmnet serve --swarm SWARM --router {out}",
+        ]
+    )
