@@ -251,7 +251,7 @@ def curve(scores: Array, sides: Array, won: Array, costs: Array) -> list[CurvePo
     prices = np.quantile(limits, np.arange(1, POINTS + 1) / POINTS) if len(limits) else []
     least, most = float((dear - extra).mean()), float(dear.mean())
     points = []
-    for price in [0.0, *(math.ceil(1000 * each) / 1000 for each in prices)]:
+    for price in sorted({0.0, *(math.ceil(1000 * each) / 1000 for each in prices)}):
         is_dear = gain > price * extra
         cost = float(np.where(is_dear, dear, dear - extra).mean())
         quality = float(np.where(is_dear, won, 1 - won).mean())
