@@ -515,10 +515,10 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
         "router": [
             Headline("winners that a router of two models names", "share", "", key("accuracy")),
             Headline("by always naming the usual winner", "share", "", key("baseline")),
-            Headline("log probability of a token: always the general model", "", "", key("general_score")),
-            Headline("always the specialist", "", "", key("specialist_score")),
+            Headline("log probability of a token: always the model for code", "", "", key("code_score")),
+            Headline("always the model for prose", "", "", key("prose_score")),
             Headline("the router at its best price", "", "above both", key("router_score")),
-            Headline("its cost", "x the general model", "at most 1", key("router_cost")),
+            Headline("its cost", "x the slower model", "at most 1", key("router_cost")),
             Headline("random choice at that cost", "", "", key("random_score")),
             Headline(
                 "comparisons won, more than at random at equal cost",

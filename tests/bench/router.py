@@ -2,12 +2,12 @@
 
     python -m tests.bench.router [--questions 400] [--lesson 240] [--steps 60] [--speed 2] [--threads 2]
 
-One model is SmolLM2-135M-Instruct, the ``general`` one. In the other, the ``specialist``, its last
-blocks were trained on prose: the documentation that Python carries. Both cost the same to compute.
-In a swarm their costs differ by their hosts: here those of the specialist are ``--speed`` times as
-fast. A question is the beginning of a passage of that documentation, or of a module of the standard
-library, which the specialist was not trained on. The score of an answer is the mean log probability
-of the tokens that really follow. The model with the higher score wins; closer than ``TIE`` is a tie.
+Both models are SmolLM2-135M-Instruct with last blocks of their own: those of ``prose`` were trained
+on the documentation that Python carries, those of ``code`` on modules of the standard library. Both
+cost the same to compute. In a swarm their costs differ by their hosts: here those of ``prose`` are
+``--speed`` times as fast. A question is the beginning of another passage of either kind. The score
+of an answer is the mean log probability of the tokens that really follow. The model with the higher
+score wins; closer than ``TIE`` is a tie.
 
 The comparisons are written as ``swarmnet router fit`` reads them. One question in five is held out.
 On these, prices of the router are compared with each model alone, and with drawing one of them at
@@ -15,14 +15,15 @@ random at the same mean cost. Prints one JSON object; progress goes to stderr.
 
 - ``accuracy``, ``baseline``: as ``router fit`` reports them.
 - ``curve``: for each price the mean cost, the share of comparisons won, and the same at random.
-- ``general_score``, ``specialist_score``: mean log probability of a token for each model alone.
+- ``code_score``, ``prose_score``: mean log probability of a token for each model alone.
 - ``router_score``, ``router_cost``: the same for the router at its best price, and its mean cost;
   ``random_score`` for a random choice at this cost, ``best_score`` for the better answer of each.
 - ``area``: mean of the share won above random, over all prices.
-- ``kinds``: by kind of question, the share that the specialist wins.
+- ``kinds``: by kind of question, the share that ``prose`` wins.
 """
 
 import argparse
+import copy
 import json
 import random
 import statistics
@@ -49,16 +50,16 @@ QUESTION, ANSWER = 48, 24
 TIE = 0.02
 """Scores closer than this count as equal."""
 ROWS = 16
-RATE = 1e-4
+RATE = 3e-4
 TRAINED = 2
-"""The last blocks of the specialist, which are trained. The states before them are computed once."""
-GENERAL, SPECIALIST = "general", "specialist"
+"""The last blocks, which are trained. The states before them are computed once."""
+CODE, PROSE = "code", "prose"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--questions", type=int, default=400)
-    parser.add_argument("--lesson", type=int, default=240, help="passages that the specialist learns from")
+    parser.add_argument("--lesson", type=int, default=240, help="passages that each model learns from")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--speed", type=float, default=2.0)
     parser.add_argument("--threads", type=int, default=2)
@@ -69,20 +70,25 @@ def main() -> None:
     tokenizer: Any = local.tokenizer()
     model: Any = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
     rng = random.Random(0)
-    lesson, prose = (passages(tokenizer, each, rng) for each in halves(list(topics.values()), rng))
     modules = [
         path.read_text(errors="ignore") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     ]
-    code = passages(tokenizer, modules, rng)
-    half = options.questions // 2
-    asked = [*(("prose", each) for each in prose[:half]), *(("code", each) for each in code[:half])]
+    lessons, asked = {}, []
+    for kind, texts in ((CODE, modules), (PROSE, list(topics.values()))):
+        taught, others = (passages(tokenizer, each, rng) for each in halves(texts, rng))
+        lessons[kind] = torch.tensor(taught[: options.lesson])
+        asked += [(kind, each) for each in others[: options.questions // 2]]
     rng.shuffle(asked)
-    rows, taught = torch.tensor([ids for _, ids in asked]), torch.tensor(lesson[: options.lesson])
+    rows = torch.tensor([ids for _, ids in asked])
+    scores = {}
+    # without a cache: the weights change while the context is open
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        asked_states, taught_states = last_blocks_only(model, rows, taught)
-        scores = {GENERAL: answers(model, rows, asked_states)}
-        train(model, taught, taught_states, options.steps, rng)
-        scores[SPECIALIST] = answers(model, rows, asked_states)
+        asked_states, *states = last_blocks_only(model, rows, *lessons.values())
+        blocks = model.model.layers
+        for (kind, lesson), before in zip(lessons.items(), states, strict=True):
+            model.model.layers = copy.deepcopy(blocks)
+            train(model, lesson, before, options.steps, rng)
+            scores[kind] = answers(model, rows, asked_states)
     questions = [tokenizer.decode(ids[:QUESTION]) for _, ids in asked]
     print(json.dumps({"bench": "router", **vars(options), **report(asked, questions, scores, options.speed)}))
 
@@ -95,30 +101,30 @@ def report(
 ) -> dict[str, Any]:
     """The figures of a router that is fitted to these scores."""
     lines = [
-        {"prompt": question, "model_a": GENERAL, "model_b": SPECIALIST, "winner": winner(one - other)}
-        for question, one, other in zip(questions, scores[GENERAL], scores[SPECIALIST], strict=True)
+        {"prompt": question, "model_a": CODE, "model_b": PROSE, "winner": winner(one - other)}
+        for question, one, other in zip(questions, scores[CODE], scores[PROSE], strict=True)
     ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "comparisons.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         data = read_comparisons(path)
-    found = measured(data, {GENERAL: 1.0, SPECIALIST: speed})
+    found = measured(data, {CODE: 1.0, PROSE: speed})
     unseen = np.flatnonzero(data.held_out)
     router = fit(data.part(~data.held_out))
-    general, specialist = (np.array(scores[name])[unseen] for name in (GENERAL, SPECIALIST))
+    by_code, by_prose = (np.array(scores[name])[unseen] for name in (CODE, PROSE))
     gain = np.stack([features(questions[row]) for row in unseen]) @ (
-        router.weights[router.names.index(GENERAL)] - router.weights[router.names.index(SPECIALIST)]
+        router.weights[router.names.index(CODE)] - router.weights[router.names.index(PROSE)]
     )
-    least = found.costs[SPECIALIST]
+    least = found.costs[PROSE]
     extra = 1 - least
     routed = [
-        (point, float(np.where(gain > point.price * extra, general, specialist).mean()))
+        (point, float(np.where(gain > point.price * extra, by_code, by_prose).mean()))
         for point in found.curve
     ]
     best, best_score = max(routed, key=lambda each: each[1])
     share = (best.cost - least) / extra
-    won: dict[str, list[bool]] = {"prose": [], "code": []}
-    for (kind, _), one, other in zip(asked, scores[GENERAL], scores[SPECIALIST], strict=True):
+    won: dict[str, list[bool]] = {PROSE: [], CODE: []}
+    for (kind, _), one, other in zip(asked, scores[CODE], scores[PROSE], strict=True):
         won[kind].append(other > one)
     return {
         "comparisons": found.comparisons,
@@ -128,18 +134,18 @@ def report(
         "baseline": found.baseline,
         "curve": [asdict(point) for point in found.curve],
         "area": round(statistics.fmean(point.quality - point.mixed for point in found.curve), 4),
-        "general_score": round(float(general.mean()), 4),
-        "specialist_score": round(float(specialist.mean()), 4),
+        "code_score": round(float(by_code.mean()), 4),
+        "prose_score": round(float(by_prose.mean()), 4),
         "router_score": round(best_score, 4),
         "router_cost": best.cost,
-        "random_score": round(float(share * general.mean() + (1 - share) * specialist.mean()), 4),
-        "best_score": round(float(np.maximum(general, specialist).mean()), 4),
+        "random_score": round(float(share * by_code.mean() + (1 - share) * by_prose.mean()), 4),
+        "best_score": round(float(np.maximum(by_code, by_prose).mean()), 4),
         "kinds": {kind: round(statistics.fmean(each), 4) for kind, each in won.items()},
     }
 
 
 def winner(lead: float) -> str:
-    """The winner of a comparison of the general model (a) and the specialist."""
+    """The winner of a comparison of ``code`` (a) and ``prose``."""
     return "tie" if abs(lead) < TIE else "a" if lead > 0 else "b"
 
 
