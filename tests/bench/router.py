@@ -73,14 +73,15 @@ def main() -> None:
     modules = [
         path.read_text(errors="ignore") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     ]
-    lessons, asked = {}, []
+    lessons: dict[str, torch.Tensor] = {}
+    asked: list[tuple[str, list[int]]] = []
     for kind, texts in ((CODE, modules), (PROSE, list(topics.values()))):
         taught, others = (passages(tokenizer, each, rng) for each in halves(texts, rng))
         lessons[kind] = torch.tensor(taught[: options.lesson])
         asked += [(kind, each) for each in others[: options.questions // 2]]
     rng.shuffle(asked)
     rows = torch.tensor([ids for _, ids in asked])
-    scores = {}
+    scores: dict[str, list[float]] = {}
     # without a cache: the weights change while the context is open
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         asked_states, *states = last_blocks_only(model, rows, *lessons.values())
