@@ -165,10 +165,11 @@ class ModelTable:
     def learn(self, offers: Sequence[ModelOffer]) -> None:
         """Replace what hosts offer. Models that are not closed stay."""
         entries = {name: entry for name, entry in self.entries.items() if not entry.life.is_closed}
+        adapted = {f"{name}:{each}" for name, adapters in self._adapters.items() for each in adapters}
         for offer in offers:
             known = entries.get(offer.name)
-            if known is not None and known.offer.manifest != offer.manifest:
-                continue
+            if offer.name in adapted or (known is not None and known.offer.manifest != offer.manifest):
+                continue  # hosts choose any name
             life = ModelLife(offer.name, partial(self._opening, offer.name)) if known is None else known.life
             entries[offer.name] = ModelEntry(offer, life)
             for adapter in self._adapters.get(offer.name, ()):

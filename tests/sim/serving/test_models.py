@@ -215,6 +215,19 @@ def test_the_name_of_a_job_is_its_newest_revision() -> None:
     asyncio.run(scenario())
 
 
+def test_no_model_takes_the_name_of_an_adapter() -> None:
+    async def read() -> list[ModelOffer]:
+        return [ModelOffer(name, bytes(32), 4) for name in ("m:law", "n")]
+
+    async def scenario() -> None:
+        async with ModelTable.of_swarm(read, nothing, MEMORY, {"m": ["law"]}) as table:
+            assert [each.offer.name for each in table.listed()] == ["n"]
+            table.learn([*await read(), ModelOffer("m", bytes(32), 4)])
+            assert table.find("m:law").parent == "m"
+
+    asyncio.run(scenario())
+
+
 def test_no_model_takes_the_name_of_another() -> None:
     one, two, three = (bytes([number]) * 32 for number in range(3))
     own = f"m@{one.hex()[:DIGITS]}"
