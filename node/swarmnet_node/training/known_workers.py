@@ -123,14 +123,19 @@ class KnownWorkers:
         ``alive()``."""
         return list(self._voters.values()) or self.alive()
 
-    async def compare(self, mine: WorkerPosition, ask: Ask, *, same_state: bool) -> CatchUp | Stay:
+    async def compare(
+        self, mine: WorkerPosition, ask: Ask, *, same_state: bool, is_behind: bool = False
+    ) -> CatchUp | Stay:
         """Decide whether this worker moves from its position, by asking other workers.
 
-        For ``same_state`` see ``catch_up``.
+        For ``same_state`` see ``catch_up``. ``is_behind``: a worker says that this one is behind,
+        so a new worker asks its own group, too.
         """
         if self.is_new and same_state:
             others = [each for each in self.alive() if each.peer not in self._mates or not mine.round]
-            return join(mine, len(self._mates) + 1 if mine.round else 0, await ask(self._sample(others)))
+            verdict = join(mine, len(self._mates) + 1 if mine.round else 0, await ask(self._sample(others)))
+            if isinstance(verdict, CatchUp) or not is_behind:
+                return verdict
         positions = await ask(self._sample(self.voters()))
         if not positions:  # all voters have left
             positions = await ask(self._sample(self.alive()))

@@ -93,7 +93,7 @@ class StateKeeper:
         a contribution that came too late.
         """
         await self.workers.refresh(at_once=True)
-        verdict = await self._verdict()
+        verdict = await self._verdict(is_behind=True)
         if isinstance(verdict, CatchUp):
             return await self._move(verdict, round, late_tokens)
         claimed = out_of_sync.position.round
@@ -141,9 +141,11 @@ class StateKeeper:
             await writing
             self.pace.spend(disk=asyncio.get_running_loop().time() - start_s)
 
-    async def _verdict(self) -> CatchUp | Stay:
+    async def _verdict(self, *, is_behind: bool = False) -> CatchUp | Stay:
         matchmaking, same_state = self.matchmaking, self.replica.method.shares_weights
-        return await self.workers.compare(matchmaking.position, matchmaking.positions, same_state=same_state)
+        return await self.workers.compare(
+            matchmaking.position, matchmaking.positions, same_state=same_state, is_behind=is_behind
+        )
 
     @property
     def _max_bytes(self) -> int:

@@ -310,11 +310,12 @@ class Pipeline:
         return self._accounts[round]
 
     def _choose_electors(self, round: int) -> None:
-        """Let the origins of the last round vote, unless they have left."""
-        if round in self._accounts:
-            present = self._origins & self._workers.of(0).keys()
-            me = self.job.transport.peer_id
-            self._accounts[round].electors = frozenset(electors(round, me, present, ELECTORS))
+        """Let the origins of the last round vote, unless they have left, or missed the end of this
+        one: they are at a later round, and have not told."""
+        if (accounts := self._accounts.get(round)) is not None:
+            missed = {each.worker.peer for each in self._workers.records[0] if each.position.round > round}
+            present = (self._origins & self._workers.of(0).keys()) - (missed - accounts.ends.keys())
+            accounts.electors = frozenset(electors(round, self.job.transport.peer_id, present, ELECTORS))
 
     def is_discarded(self, round: int) -> bool:
         """Return whether stage 0 has discarded a round. Then every stage discards it."""
