@@ -2,7 +2,10 @@
 answer."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import torch
 
 from swarmnet.gateway.routing.router import FEATURES, Router
 from swarmnet_protocols.models import resolve
-from tests.support.processes.commands import LOOPBACK, RunningCommand
+from tests.support.processes.commands import LOOPBACK, SWARMNET, RunningCommand
 from tests.support.processes.faults import kill
 from tests.support.processes.gateway_process import GatewayProcess
 from tests.support.processes.nodes import RunProcess, Swarm, swarm
@@ -153,7 +156,7 @@ def test_anthropics_and_ollamas_clients_work_unchanged(gateway: GatewayProcess) 
         with pytest.raises(anthropic.NotFoundError):
             client.messages.create(**{**said, "model": "claude"})
     theirs: Any = ollama.Client(gateway.url, headers={"authorization": f"Bearer {KEY}"})
-    assert [model.model for model in theirs.list().models] == [MODEL]
+    assert [model.model for model in theirs.list().models] == [f"{MODEL}:latest"]
     options = {"temperature": 0, "num_predict": 12}
     whole = theirs.chat(MODEL, question, options=options)
     assert whole.message.content == answer.content[0].text
@@ -268,6 +271,39 @@ def test_run_asks_the_endpoint_that_a_node_of_this_machine_serves(
         has_opened_a_chain = bool(list(data_dir.glob("client/guards/*")))
         assert has_opened_a_chain == bool(alone)
     node.kill()
+
+
+AGENT = f"""#!{sys.executable}
+import json, os, pathlib, urllib.request
+url = os.environ["ANTHROPIC_BASE_URL"]
+body = {{"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 4}}
+body["messages"] = [{{"role": "user", "content": "Hello"}}]
+head = {{"authorization": "Bearer " + os.environ["ANTHROPIC_AUTH_TOKEN"], "content-type": "application/json"}}
+request = urllib.request.Request(url + "/v1/messages", json.dumps(body).encode(), head)
+with urllib.request.urlopen(request) as answer:
+    pathlib.Path("answer.json").write_text(json.dumps({{"url": url, **json.load(answer)}}))
+raise SystemExit(7)
+"""
+
+
+def test_an_agent_has_an_endpoint_that_ends_with_it(lab: Swarm, tmp_path: Path) -> None:
+    program, file = tmp_path / "claude", tmp_path / "swarm.toml"
+    program.write_text(AGENT)
+    program.chmod(0o755)
+    file.write_text(
+        lab.file.read_text().replace("bootstrap = []", f"bootstrap = {json.dumps(lab.bootstrap)}")
+    )
+    found = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    found |= {name: str(tmp_path / name) for name in ("XDG_STATE_HOME", "XDG_DATA_HOME")}
+    command = [*SWARMNET, "agent", "claude", "--swarm", str(file), "--model", MODEL]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **found}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 7, done.stderr
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert answer["usage"]["output_tokens"] == 4
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(answer["url"])
 
 
 def test_a_killed_batch_loses_and_doubles_no_answer(lab: Swarm) -> None:

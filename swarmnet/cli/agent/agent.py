@@ -50,7 +50,11 @@ def agent(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", metavar="M", help="The model to serve, as for `serve`. It needs --swarm."
+            "--model",
+            "-m",
+            metavar="M",
+            help="The model to use. With --swarm, the model to serve, as for `serve`.",
+            show_default="the model with the longest context",
         ),
     ] = None,
     as_json: JsonFlag = False,
@@ -63,13 +67,11 @@ def agent(
     if (known := AGENTS.get(name)) is None:
         names = ", ".join(AGENTS)
         raise typer.BadParameter(f"{name!r} is unknown: use one of {names}", param_hint="'NAME'")
-    if model and not swarm:
-        raise typer.BadParameter("name the swarm of the model: --swarm SWARM", param_hint="'--model'")
     program = shutil.which(known.program)
     if program is None:
         raise ConfigError(f"{known.program} is not installed", hint=known.install)
     with _endpoint(swarm, model) as resident:
-        served = _served(resident)
+        served = _served(resident, "" if swarm else model or "")
         if as_json:
             print_json({"event": "agent", "program": program, "url": served.url, "model": served.model})
         else:
@@ -145,15 +147,21 @@ def _ready(process: "subprocess.Popen[bytes]") -> str:
     raise SwarmnetError("the endpoint stopped before it was ready", hint="`swarmnet serve` tells why")
 
 
-def _served(resident: Resident) -> Served:
-    """Ask an endpoint for its model with the longest context, because agents send long
-    instructions. Raises ``Unreachable``."""
+def _served(resident: Resident, name: str) -> Served:
+    """Ask an endpoint for the model ``name``. Without a name, return the model with the longest
+    context, because agents send long instructions. Raises ``Unreachable`` or ``ConfigError``."""
     try:
         with closing(http.client.HTTPConnection(urlsplit(resident.url).netloc, timeout=ASK_S)) as connection:
             connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {resident.key}"})
             listed = json.loads(connection.getresponse().read(MAX_LIST_BYTES))["data"]
         usable = [each for each in listed if each["available"] and each["max_model_len"]]
-        found = max(usable, key=lambda each: int(each["max_model_len"]))
+        named = [each for each in usable if name in ("", each["id"])]
+        if usable and not named:
+            known = ", ".join(str(each["id"]) for each in usable)
+            raise ConfigError(
+                f"the endpoint at {resident.url} has no model {name!r} now", hint=f"use one of {known}"
+            )
+        found = max(named, key=lambda each: int(each["max_model_len"]))
         return Served(resident.url, resident.key, str(found["id"]), int(found["max_model_len"]))
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
         raise Unreachable(

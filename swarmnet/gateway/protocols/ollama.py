@@ -60,8 +60,10 @@ API_VERSION = "0.12.0"
 """The version of Ollama's API that these endpoints speak. Clients require some version."""
 FOREVER = datetime(9999, 1, 1, tzinfo=UTC).isoformat()
 
-Model = Annotated[str, AfterValidator(lambda name: name.removesuffix(":latest"))]
-"""Ollama's clients complete a name without a tag."""
+TAG = ":latest"
+"""The tag of a name without one. Ollama lists names with tags, and some clients of it, such as Open
+WebUI, find a model only by a name with a tag."""
+Model = Annotated[str, AfterValidator(lambda name: name.removesuffix(TAG))]
 
 
 class Options(SamplingBody):
@@ -110,25 +112,30 @@ class OllamaFunction(AgentTool):
 
 
 class OllamaTool(OpenModel):
+    id: str = ""
     function: OllamaFunction
 
 
 class OllamaMessage(StrictModel):
-    ignored: ClassVar[frozenset[str]] = frozenset({"name", "tool_call_id"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"name"})
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str = ""
     images: Annotated[list[str], Field(max_length=0)] = Field([])
     tool_calls: Annotated[list[OllamaTool], Field(fail_fast=True), at_most(MAX_PARTS)] = Field([])
+    tool_call_id: str = ""
     tool_name: str = ""
 
     def message(self, number: int) -> ChatMessage:
-        """Return the message for the core. Ollama's calls have no ids."""
+        """Return the message for the core. Calls may come without ids, and results with the name of
+        the tool alone."""
         calls = tuple(
-            ToolCall(f"call_{number}_{at}", call.function.name, json.dumps(call.function.arguments))
+            ToolCall(
+                call.id or f"call_{number}_{at}", call.function.name, json.dumps(call.function.arguments)
+            )
             for at, call in enumerate(self.tool_calls)
         )
-        return ChatMessage(self.role, self.content, self.thinking, calls, name=self.tool_name)
+        return ChatMessage(self.role, self.content, self.thinking, calls, self.tool_call_id, self.tool_name)
 
 
 class OllamaChatBody(OllamaBody):
@@ -277,9 +284,10 @@ def listed(offer: ModelOffer, created: int, closes: float | None) -> dict[str, A
     ``created``, ``closes``: seconds since the epoch. None if the model does not close by itself.
     """
     texts = ("parent_model", "format", "family", "parameter_size", "quantization_level")
+    name = offer.name if ":" in offer.name else offer.name + TAG
     return {
-        "name": offer.name,
-        "model": offer.name,
+        "name": name,
+        "model": name,
         "modified_at": datetime.fromtimestamp(created, UTC).isoformat(),
         "expires_at": FOREVER if closes is None else datetime.fromtimestamp(closes, UTC).isoformat(),
         "size": 0,

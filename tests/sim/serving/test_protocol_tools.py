@@ -1,12 +1,13 @@
-"""Calls of tools in Anthropic's messages and OpenAI's responses."""
+"""Calls of tools in Anthropic's messages and OpenAI's responses, and the requests of Open WebUI."""
 
 import json
+from datetime import datetime
 from typing import Any
 
 import pytest
 
 from tests.support.models.letters import load_letters
-from tests.support.swarm.gateway import Caller, served
+from tests.support.swarm.gateway import Caller, events_of, served
 from tests.support.swarm.swarm_lab import Lab, Reference
 
 SCHEMA = {
@@ -72,5 +73,79 @@ def test_messages_and_responses_call_a_tool_and_take_its_result(letters: Referen
         more = {"input": [result], "previous_response_id": answer["id"], "max_output_tokens": 4}
         after = (await caller.post("/v1/responses", {**responses, **more})).json()
         assert after["usage"]["input_tokens"] > answer["usage"]["input_tokens"]
+
+    served(letters, scenario)
+
+
+FUNCTION = {"type": "function", "function": {**TOOL, "parameters": SCHEMA}}
+WEB_UI = {"content-type": "application/json", "authorization": "Bearer "}
+
+
+def test_open_webui_lists_and_chats_as_with_openai(letters: Reference) -> None:
+    """Its requests are those of its `routers/openai.py` and `utils/payload.py`, with what these
+    read of the answers."""
+    called = {"index": 0, "id": "call_1", "type": "function"}
+    called["function"] = {"name": "paint", "arguments": '{"colour": "red"}'}
+    turns = [
+        {"role": "system", "content": "You are brief."},
+        {"role": "user", "content": [{"type": "text", "text": "paint"}]},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+    ]
+    options = {"temperature": 0.0, "top_p": 0.9, "max_tokens": 20, "seed": 1, "logit_bias": {"5": 1}}
+
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        (listed,) = (await caller.http.get("/v1/models", headers=WEB_UI)).json()["data"]
+        model = {**listed, "name": listed.get("name", listed["id"])}
+        streamed = {"stream": True, "stream_options": {"include_usage": True}, "tools": [FUNCTION]}
+        for messages in (turns[:2], turns):
+            body = {"model": model["id"], "messages": messages, **streamed, **options}
+            answer = await caller.http.post("/v1/chat/completions", json=body, headers=WEB_UI)
+            assert "text/event-stream" in answer.headers["content-type"]
+            events = events_of(answer.text)
+            assert all("delta" in choice for event in events for choice in event["choices"])
+            assert events[-1]["usage"]["completion_tokens"] <= 20
+        title = {"model": model["id"], "messages": turns[:1], "stream": False, "max_completion_tokens": 20}
+        whole = (await caller.http.post("/v1/chat/completions", json=title, headers=WEB_UI)).json()
+        assert whole["choices"][0]["message"]["content"]
+
+    served(letters, scenario)
+
+
+def test_open_webui_lists_and_chats_as_with_ollama(letters: Reference) -> None:
+    """Its requests are those of its `routers/ollama.py` and `utils/payload.py`, which find a model
+    only by a name with a tag."""
+    called = {"index": 0, "id": "call_1", "function": {"name": "paint", "arguments": {"colour": "red"}}}
+    turns = [
+        {"role": "user", "content": "paint"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+    ]
+
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        version = (await caller.http.get("/api/version", headers=WEB_UI)).json()["version"]
+        assert [*map(int, version.split("."))]
+        known = {}
+        for path in ("/api/tags", "/api/ps"):
+            (known[path],) = (await caller.http.get(path, headers=WEB_UI)).json()["models"]
+        model = known["/api/tags"]
+        assert known["/api/ps"]["name"] == model["name"]
+        assert int(datetime.fromisoformat(known["/api/ps"]["expires_at"]).timestamp())
+        chosen = model["model"] if ":" in model["model"] else f"{model['model']}:latest"
+        assert chosen == model["model"]
+        for messages in (turns[:1], turns):
+            body: dict[str, Any] = {
+                "model": chosen,
+                "messages": messages,
+                "stream": True,
+                "tools": [FUNCTION],
+            }
+            body |= {"options": {"temperature": 0.0, "num_predict": 20, "num_ctx": 4096}, "think": False}
+            answer = await caller.http.post("/api/chat", json=body, headers=WEB_UI)
+            *parts, last = map(json.loads, answer.text.splitlines())
+            assert all("content" in part["message"] and not part["done"] for part in parts)
+            assert last["done"]
+            assert last["eval_count"] <= 20
+            assert last["eval_duration"] >= 0
 
     served(letters, scenario)

@@ -226,7 +226,7 @@ def test_ollamas_requests_stream_lines(tiny: Reference) -> None:
     assert parts[-1].eval_count == answer["eval_count"] == TOKENS
     assert raw["response"] == continued(tiny.greedy(PROMPT, TOKENS))
     assert (error.status_code, error.json()) == (400, {"error": "Unsupported parameter: 'options.mirostat'"})
-    assert ollama.ListResponse(**tags).models[0].model == "model"
+    assert ollama.ListResponse(**tags).models[0].model == "model:latest"
     assert "completion" in (ollama.ShowResponse(**shown).capabilities or [])
 
 

@@ -19,6 +19,11 @@ SPECIAL = (
     "</think>",
     "[TOOL_CALLS]",
     "[ARGS]",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|end|>",
+    "<|call|>",
 )
 MERGES = [
     ("{", '"'),
@@ -45,7 +50,7 @@ def load_letters(directory: Path) -> Reference:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|stop|>", pad_token="<|stop|>")
     size = len(vocabulary) + len(SPECIAL)
     config = LlamaConfig(
-        vocab_size=size + 6,
+        vocab_size=size + 1,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=6,

@@ -27,10 +27,13 @@ exit {EXIT}
 class Models(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         is_right = self.headers["authorization"] == f"Bearer {KEY}"
-        found = {"data": [{"id": "tiny", "max_model_len": 8192, "available": True}]} if is_right else {}
+        contexts = {"tiny": 8192, "small": 4096} if is_right else {}
+        about = [
+            {"id": name, "max_model_len": context, "available": True} for name, context in contexts.items()
+        ]
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(found).encode())
+        self.wfile.write(json.dumps({"data": about}).encode())
 
     def log_message(self, *_: object) -> None:
         pass
@@ -85,6 +88,15 @@ def test_an_agent_gets_the_endpoint_and_its_own_arguments(name: str, url: str, t
             assert arguments[:2] == ["--model", "openai/tiny"]
             assert (environment["OPENAI_API_BASE"], environment["OPENAI_API_KEY"]) == (api, KEY)
             assert environment["OPENAI_BASE_URL"] == api
+
+
+def test_an_agent_uses_the_model_that_is_named(
+    url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.execute(["agent", "aider", "--model", "small"]) == EXIT
+    assert "openai/small" in (tmp_path / "arguments").read_text().splitlines()
+    assert cli.execute(["agent", "aider", "--model", "other"]) == 3
+    assert "use one of tiny, small" in capfd.readouterr().err
 
 
 def test_an_agent_is_told_when_the_model_is_too_small(url: str, capfd: pytest.CaptureFixture[str]) -> None:

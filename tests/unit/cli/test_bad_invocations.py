@@ -57,7 +57,6 @@ BAD = [
     ("router fit nowhere.jsonl --out r", 3, "nowhere.jsonl", "check the path"),
     ("batch /dev/null --out out --swarm open", 3, "no plain file", "into a file"),
     ("agent gpt", 2, "gpt", "agent --help"),
-    ("agent codex --model m", 2, "--swarm", "agent --help"),
     (f"{RUN} --dtype int3", 2, "--dtype", "run --help"),
     (f"{RUN} --chat", 2, "--chat", "run --help"),
     ("run m ' ' --swarm open", 2, "prompt is empty", "run --help"),
