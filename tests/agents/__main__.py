@@ -35,6 +35,8 @@ from tests.support.processes.commands import SWARMNET, RunningCommand
 MODEL = "smollm2-135m-instruct"
 ADAPTER = "turn"
 CONTEXT = 8192
+ROW = 1024
+"""Most tokens of a row: hosts take no longer ones. Agents get few tools, so that a turn fits."""
 LIMIT_S = 600.0
 QUESTION = "List the files of this folder."
 BRIEF = "You use a tool, then you answer briefly."
@@ -47,7 +49,17 @@ ARGUMENTS: Mapping[str, Sequence[str]] = {
     ),
     "codex": (
         *("exec", "--json", "--skip-git-repo-check", "--sandbox", "read-only"),
-        *("-c", "model_instructions_file={home}/brief.md"),
+        *("-c", "model_instructions_file={home}/brief.md", "-c", "skills.include_instructions=false"),
+        *("--disable", "goals", "--disable", "multi_agent", "--disable", "unified_exec"),
+        *(
+            "--disable",
+            "view_image",
+            "-c",
+            "web_search=disabled",
+            "-c",
+            "tools.experimental_request_user_input.enabled=false",
+        ),
+        *("-c", "include_permissions_instructions=false", "-c", "include_environment_context=false"),
         QUESTION,
     ),
     "opencode": ("run", "--format", "json", QUESTION),
@@ -69,7 +81,7 @@ def take_turn(name: str, model: str, home: Path) -> dict[str, Any]:
     done = subprocess.run(
         [*SWARMNET, "agent", name, "--model", model, "--", *arguments],
         cwd=folder,
-        env={**os.environ, "HOME": str(home), "CODEX_HOME": str(home / ".codex")},
+        env={**os.environ, "HOME": str(home)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -95,15 +107,20 @@ def demo_swarm(folder: Path) -> Iterator[tuple[str, ...]]:
 
 
 def learn(rows: Sequence[Mapping[str, Any]], steps: int, enter: Sequence[str], folder: Path) -> Path:
-    """Train an adapter on the rows, and return its directory."""
+    """Train an adapter on the rows, and return its directory. The loss is on every answer in a row,
+    so a conversation that another row continues is left out."""
+    talks = [row["messages"] for row in rows]
+    last = [
+        talk for talk in talks if not any(talk == other[: len(talk)] for other in talks if other is not talk)
+    ]
     data, out = folder / "rows.jsonl", folder / ADAPTER
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = ("--steps", str(steps), "--batch-size", "1", "--held-out", "0", "--max-length", str(CONTEXT))
+    data.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in last))
+    settings = ("--steps", str(steps), "--batch-size", "1", "--held-out", "0", "--max-length", str(ROW))
     command = ("tune", *enter, "--data", str(data), "--out", str(out), *settings)
     with RunningCommand(command, folder / "tune.log") as tune:
         if tune.wait_for_end(timeout_s=3600.0):
             raise RuntimeError(f"{tune.events[-1:]} {(folder / 'tune.log').read_text()}")
-        print(json.dumps({"rows": len(rows), "steps": steps, "end": tune.events[-1]}), flush=True)
+        print(json.dumps({"rows": len(last), "end": tune.events[-1]}), flush=True)
     return out
 
 

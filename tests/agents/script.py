@@ -33,9 +33,7 @@ from swarmnet_client.model.sampling import Sampling
 
 CALLS: Mapping[str, Mapping[str, Any]] = {
     "Glob": {"pattern": "*"},
-    "glob": {"pattern": "*"},
-    "Bash": {"command": "ls", "description": "List files"},
-    "bash": {"command": "ls", "description": "List files"},
+    "bash": {"command": "ls"},
     "exec_command": {"cmd": "ls"},
     "shell_command": {"command": "ls"},
     "shell": {"command": ["ls"]},

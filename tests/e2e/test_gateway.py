@@ -19,7 +19,7 @@ import torch
 
 from swarmnet.gateway.routing.router import FEATURES, Router
 from swarmnet_protocols.models import resolve
-from tests.support.processes.commands import LOOPBACK, SWARMNET, RunningCommand
+from tests.support.processes.commands import LOOPBACK, SWARMNET, TIMEOUT_S, RunningCommand
 from tests.support.processes.faults import kill
 from tests.support.processes.gateway_process import GatewayProcess
 from tests.support.processes.nodes import RunProcess, Swarm, swarm
@@ -169,6 +169,29 @@ def test_anthropics_and_ollamas_clients_work_unchanged(gateway: GatewayProcess) 
     with pytest.raises(ollama.ResponseError, match="there is no model"):
         theirs.chat("llama3", question)
     theirs.close()
+
+
+RECORDED = Path(__file__).parents[1] / "data" / "agents.json"
+FORCED: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"tool_choice": {"type": "any"}, "max_tokens": 40},
+    "/v1/responses": {"tool_choice": "required", "max_output_tokens": 40},
+    "/v1/chat/completions": {"tool_choice": "required", "max_tokens": 40},
+}
+ENDS = ("event: message_stop", "event: response.completed", "event: response.incomplete", "data: [DONE]")
+
+
+@pytest.mark.parametrize("recorded", json.loads(RECORDED.read_text()), ids=lambda each: each["agent"])
+def test_requests_of_real_agents_get_calls(recorded: dict[str, Any], gateway: GatewayProcess) -> None:
+    """The second requests of a turn as `python -m tests.agents` records them, with all tools of the
+    agents and shorter texts. The agents leave the choice of a call to the model."""
+    path = recorded["path"]
+    body = recorded["body"] | {"temperature": 0} | FORCED[path]
+    head = {"authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{gateway.url}{path}", json=body, headers=head, timeout=TIMEOUT_S)
+    assert answer.status_code == 200, answer.text
+    tools = [each.get("function", each).get("name") for each in body["tools"]]
+    assert any(f'"name":"{name}"' in answer.text for name in tools), answer.text
+    assert any(end in answer.text for end in ENDS), answer.text
 
 
 CHOICES = (

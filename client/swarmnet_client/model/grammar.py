@@ -148,7 +148,7 @@ class Grammar:
 
     def start(self) -> "GrammarState":
         """Return the state of an answer without tokens."""
-        return GrammarState(self.matcher.deep_copy())
+        return GrammarState(self)
 
 
 @dataclass(frozen=True)
@@ -166,10 +166,15 @@ class Accepted:
 
 
 class GrammarState:
-    """The place of one answer in its grammar. One thread at a time uses it."""
+    """The place of one answer in its grammar. One thread at a time uses it.
 
-    def __init__(self, matcher: "LLMatcher") -> None:
-        self._matcher = matcher
+    It goes back by copies: llguidance takes no tokens back in a grammar that counts some, as a
+    budget of thoughts does.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._matcher = grammar.matcher.deep_copy()
         self._count = 0
         """Tokens of the answer that the matcher has."""
 
@@ -177,11 +182,11 @@ class GrammarState:
         """Go to the state after ``ids``, all tokens of the answer so far. When a step was given up,
         they are fewer than this state has. Raises ``BadGrammar`` if a limit is reached."""
         if self._count > len(ids):
-            self._matcher.rollback(self._count - len(ids))
-        elif self._count < len(ids):
+            self._matcher, self._count = self._grammar.matcher.deep_copy(), 0
+        if self._count < len(ids):
             self._matcher.consume_tokens([*ids[self._count :]])
         self._count = len(ids)
-        self._check()
+        _check(self._matcher)
 
     def valid(self, draft: Sequence[int]) -> tuple[int, ...]:
         """Return the part of a draft that the grammar allows next."""
@@ -190,11 +195,11 @@ class GrammarState:
     def masks(self, draft: Sequence[int]) -> list[Array]:
         """Return which tokens [V] may come next, and which after each token of a valid draft.
         Raises ``BadGrammar`` if a limit is reached."""
-        found = [self._mask()]
+        matcher = self._matcher.deep_copy() if draft else self._matcher
+        found = [_mask(matcher)]
         for token in draft:
-            self._matcher.consume_token(token)
-            found.append(self._mask())
-        self._matcher.rollback(len(draft))
+            matcher.consume_token(token)
+            found.append(_mask(matcher))
         return found
 
     def accept(self, chosen: Sequence[int], *, force: bool) -> Accepted:
@@ -211,20 +216,22 @@ class GrammarState:
         forced = tuple(self._matcher.compute_ff_tokens()) if can_force else ()
         self._matcher.consume_tokens([*forced])
         self._count += len(forced)
-        self._check()
+        _check(self._matcher)
         return Accepted(count, forced, self._matcher.is_stopped())
 
-    def _mask(self) -> Array:
-        if self._matcher.is_stopped():
-            return np.ones(0, bool)  # the answer is complete: ``accept`` ignores the choice here
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
-        return np.unpackbits(bits, bitorder="little").view(bool)
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            why = _printable(self._matcher.get_error())
-            raise BadGrammar(f"the answer cannot go on in its grammar: {why}")
+def _mask(matcher: "LLMatcher") -> Array:
+    if matcher.is_stopped():
+        return np.ones(0, bool)  # the answer is complete: ``accept`` ignores the choice here
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    _check(matcher)
+    return np.unpackbits(bits, bitorder="little").view(bool)
+
+
+def _check(matcher: "LLMatcher") -> None:
+    if matcher.is_error():
+        why = _printable(matcher.get_error())
+        raise BadGrammar(f"the answer cannot go on in its grammar: {why}")
 
 
 def lark_text(text: str) -> str:

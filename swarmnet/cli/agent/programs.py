@@ -39,8 +39,8 @@ class Setup:
 class Agent:
     """An agent: its program, the command that installs it, and how it is started.
 
-    ``tokens``: estimate of the tokens of the agent's own instructions and tools, from the size of
-    a request's body. 0 if there is none.
+    ``tokens``: tokens of the agent's own instructions and tools, counted with one tokenizer.
+    Others count differently, so it is an estimate.
     """
 
     program: str
@@ -121,9 +121,9 @@ def _aider(served: Served) -> Setup:
 
 AGENTS: Mapping[str, Agent] = MappingProxyType(
     {
-        "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", 12_000, _claude),
-        "codex": Agent("codex", "npm install -g @openai/codex", 9_000, _codex),
-        "opencode": Agent("opencode", "npm install -g opencode-ai", 9_000, _opencode),
+        "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", 14_000, _claude),
+        "codex": Agent("codex", "npm install -g @openai/codex", 6_500, _codex),
+        "opencode": Agent("opencode", "npm install -g opencode-ai", 8_000, _opencode),
         "aider": Agent("aider", "python -m pip install aider-install && aider-install", 3_000, _aider),
     }
 )

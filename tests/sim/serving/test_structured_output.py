@@ -190,6 +190,7 @@ async def answers(lab: Lab, caller: Caller, asked: Mapping[int, Asked]) -> int:
 
     async def one(seed: int, temperature: float, *, stream: bool) -> Said:
         fields = {"max_tokens": 400, "temperature": temperature, "seed": seed, "ignore_eos": False}
+        fields["thinking_budget"] = 32  # random letters do not end their thoughts
         async with places:
             answer = await caller.chat(stream=stream, **fields, **asked[seed].fields)
         assert answer.status_code == 200, (seed, answer.text)

@@ -21,9 +21,9 @@ SPECIAL = (
     "[ARGS]",
     "<|channel|>",
     "<|message|>",
-    "<|constrain|>",
     "<|end|>",
     "<|call|>",
+    "<|return|>",
 )
 MERGES = [
     ("{", '"'),

@@ -121,17 +121,26 @@ def test_a_long_grammar_is_not_compiled(compiler: GrammarCompiler) -> None:
         compiler.compile('start: "' + "a" * MAX_GRAMMAR_BYTES + '"')
 
 
-def test_a_state_goes_back_with_its_answer(compiler: GrammarCompiler) -> None:
-    """A step that was given up may have chosen tokens that the answer never got."""
-    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
-    state = compiler.compile(f"start: %json {json.dumps(schema)}").start()
+CHOICE = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("rules", "valid"),
+    [(f"start: %json {json.dumps(CHOICE)}", 1), ('start: think "b"\nthink[max_tokens=3]: /a*/', 2)],
+    ids=["a schema", "a budget"],
+)
+def test_a_state_goes_back_with_its_answer(compiler: GrammarCompiler, rules: str, valid: int) -> None:
+    """A draft may be wrong, and a step that was given up may have chosen tokens that the answer
+    never got."""
+    state = compiler.compile(rules).start()
     (before,) = state.masks(())
     token = int(np.flatnonzero(before)[0])
+    state.masks([token])
     state.accept([token], force=True)
     state.follow([])
     (after,) = state.masks(())
     assert (after == before).all()
-    assert state.valid([token, token]) == (token,)
+    assert state.valid([token, token]) == (token,) * valid
 
 
 def test_choices_after_the_end_are_no_part_of_an_answer(compiler: GrammarCompiler) -> None:
