@@ -1,6 +1,6 @@
 """Agents from npm take a turn with a tool call on a demo swarm.
 
-    python -m tests.agents claude codex opencode [--steps 40] [--keep DIR]
+    python -m tests.agents claude codex [--steps 30] [--keep DIR]
 
 The demo's model is too small to choose a tool by itself, so it learns to:
 
@@ -40,26 +40,24 @@ ROW = 1024
 LIMIT_S = 600.0
 QUESTION = "List the files of this folder."
 BRIEF = "You use a tool, then you answer briefly."
+CODEX_LEFT_OUT = ("goals", "multi_agent", "view_image")
+CODEX_SETTINGS = (
+    "model_instructions_file={home}/brief.md",
+    "web_search=disabled",
+    "skills.include_instructions=false",
+    "tools.experimental_request_user_input.enabled=false",
+    "include_permissions_instructions=false",
+    "include_environment_context=false",
+)
 ARGUMENTS: Mapping[str, Sequence[str]] = {
     "claude": (
-        "--print",
-        QUESTION,
-        *("--tools", "Glob", "--allowedTools", "Glob", "--system-prompt", BRIEF),
+        *("--print", QUESTION, "--tools", "Glob", "--allowedTools", "Glob", "--system-prompt", BRIEF),
         *("--output-format", "stream-json", "--verbose"),
     ),
     "codex": (
         *("exec", "--json", "--skip-git-repo-check", "--sandbox", "read-only"),
-        *("-c", "model_instructions_file={home}/brief.md", "-c", "skills.include_instructions=false"),
-        *("--disable", "goals", "--disable", "multi_agent", "--disable", "unified_exec"),
-        *(
-            "--disable",
-            "view_image",
-            "-c",
-            "web_search=disabled",
-            "-c",
-            "tools.experimental_request_user_input.enabled=false",
-        ),
-        *("-c", "include_permissions_instructions=false", "-c", "include_environment_context=false"),
+        *(part for each in CODEX_LEFT_OUT for part in ("--disable", each)),
+        *(part for each in CODEX_SETTINGS for part in ("-c", each)),
         QUESTION,
     ),
     "opencode": ("run", "--format", "json", QUESTION),
@@ -127,7 +125,7 @@ def learn(rows: Sequence[Mapping[str, Any]], steps: int, enter: Sequence[str], f
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.agents")
     parser.add_argument("agents", nargs="+", choices=AGENTS)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--keep", type=Path, help="keep requests, rows and adapter in this folder")
     asked = parser.parse_args()
     with ExitStack() as stack:

@@ -405,7 +405,7 @@ def test_json_takes_few_trips_over_far_links() -> None:
     """With the real model. Free text has drafts, too: longer ones the farther the hosts are."""
 
     async def scenario(_lab: Lab, caller: Caller) -> None:
-        name = caller.gateway.model
+        name = caller.gateway.models.usual_name
         trips, tokens = 0, 0
         for question in QUESTIONS:
             asked = {"model": name, "max_tokens": 120, "ignore_eos": False, "temperature": 0}
