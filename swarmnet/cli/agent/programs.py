@@ -124,6 +124,6 @@ AGENTS: Mapping[str, Agent] = MappingProxyType(
         "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", 14_000, _claude),
         "codex": Agent("codex", "npm install -g @openai/codex", 6_500, _codex),
         "opencode": Agent("opencode", "npm install -g opencode-ai", 8_000, _opencode),
-        "aider": Agent("aider", "python -m pip install aider-install && aider-install", 3_000, _aider),
+        "aider": Agent("aider", "python -m pip install aider-install && aider-install", 600, _aider),
     }
 )
