@@ -79,7 +79,7 @@ def take_turn(name: str, model: str, home: Path) -> dict[str, Any]:
     done = subprocess.run(
         [*SWARMNET, "agent", name, "--model", model, "--", *arguments],
         cwd=folder,
-        env={**os.environ, "HOME": str(home)},
+        env={**os.environ, "HOME": str(home), "PWD": str(folder)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
