@@ -103,7 +103,7 @@ async def start(
 
         every_core = await compute_on(executor, threads=config.limits.cores)
         watch = await stack.enter_async_context(
-            DuplicateWatch.run(transport, directory, random.SystemRandom(), Timing())
+            DuplicateWatch(transport, directory, random.SystemRandom(), Timing()).running()
         )
         keeper = GivenKeeper(config.folder, link)
         stack.callback(keeper.close)
@@ -137,9 +137,9 @@ async def start(
         stack.callback(machine.close)
         hosting = await read() if config.resting is None else resting_hosting(config.resting, config)
         node = await stack.enter_async_context(
-            Supervisor.run(
+            Supervisor(
                 dependencies, hosting, machine, config.limits, read if config.resting is not None else None
-            )
+            ).running()
         )
         pauses.append(node.step_aside)
         keeper.is_active = lambda: node.is_online

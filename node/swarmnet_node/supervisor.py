@@ -62,6 +62,8 @@ class Supervisor(Ending):
         limits: OwnerLimits,
         wake: Callable[[], Awaitable["Hosting | ExpertHosting"]] | None = None,
     ) -> None:
+        """After a restart for a pause, ``hosting`` only describes the node, and ``wake`` reads its
+        model."""
         super().__init__()
         self.volunteers = ""
         """The reason why a volunteer hosts. Empty for other nodes."""
@@ -93,26 +95,12 @@ class Supervisor(Ending):
         self._started_or_paused = asyncio.Event()
         self._started = asyncio.get_running_loop().time()
 
-    @classmethod
     @asynccontextmanager
-    async def run(
-        cls,
-        dependencies: Dependencies,
-        hosting: "Hosting | ExpertHosting",
-        machine: Machine,
-        limits: OwnerLimits,
-        wake: Callable[[], Awaitable["Hosting | ExpertHosting"]] | None = None,
-    ) -> AsyncIterator["Supervisor"]:
-        """Run a node while the context is open. On entry the node still loads: see ``started``.
-
-        After a restart for a pause, ``hosting`` only describes the node, and ``wake`` reads its
-        model.
-        """
-        supervisor = cls(dependencies, hosting, machine, limits, wake)
-        guard = supervisor._guard
-        await guard.observe()
-        async with in_background(supervisor._run(), persist("the watch over the machine", guard.watch)):
-            yield supervisor
+    async def running(self) -> AsyncIterator["Supervisor"]:
+        """Run a node while the context is open. On entry the node still loads: see ``started``."""
+        await self._guard.observe()
+        async with in_background(self._run(), persist("the watch over the machine", self._guard.watch)):
+            yield self
 
     async def started(self) -> bool:
         """Wait until the node serves or is paused. Return False if it was told to finish before.

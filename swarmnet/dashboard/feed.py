@@ -102,7 +102,7 @@ class Viewer:
 
 
 class Feed:
-    """The current state of a swarm, its history, and its viewers. Made by ``run``."""
+    """The current state of a swarm, its history, and its viewers."""
 
     def __init__(self, source: SnapshotSource, history: History) -> None:
         self.history = history
@@ -119,13 +119,11 @@ class Feed:
         self.now = EncodedState(self._state.body, next(self._etags))
         self._recent: deque[EncodedState] = deque(maxlen=RECENT_STATES)
 
-    @classmethod
     @asynccontextmanager
-    async def run(cls, source: SnapshotSource, history: History) -> AsyncIterator["Feed"]:
-        """Yield a feed that ticks while the context is open."""
-        feed = cls(source, history)
-        async with in_background(feed._keep_ticking()):
-            yield feed
+    async def running(self) -> AsyncIterator["Feed"]:
+        """Tick while the context is open."""
+        async with in_background(self._keep_ticking()):
+            yield self
 
     @property
     def now_s(self) -> float:

@@ -67,8 +67,8 @@ async def run_dashboard(
     info = swarm_info(entry, dependencies.transport.peer_id)
     async with AsyncExitStack() as stack:
         history = stack.enter_context(History.open(folder))
-        observer = await stack.enter_async_context(Observer.run(dependencies, info, model_names))
-        feed = await stack.enter_async_context(Feed.run(observer, history))
+        observer = await stack.enter_async_context(Observer(dependencies, info, model_names).running())
+        feed = await stack.enter_async_context(Feed(observer, history).running())
         yield await stack.enter_async_context(serve(feed, *address, access, members)), feed
 
 

@@ -334,7 +334,7 @@ async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Tr
     )
     async with (
         P2pdTransport.create(config) as raw,
-        Handshakes.run(raw, membership, Timing()) as handshakes,
+        Handshakes(raw, membership, Timing()).running() as handshakes,
     ):
         yield GuardedTransport(raw, handshakes)
 

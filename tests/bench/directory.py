@@ -80,7 +80,7 @@ async def join(folder: Path, bootstrap: tuple[str, ...], *, client_mode: bool = 
     config = P2pdConfig(folder, listen=("/ip4/127.0.0.1/tcp/0",), bootstrap=bootstrap)
     async with (
         P2pdTransport.create(config) as transport,
-        Handshakes.run(transport, membership, Timing()) as handshakes,
+        Handshakes(transport, membership, Timing()).running() as handshakes,
         DhtDirectory.create(
             transport, handshakes, identity, bootstrap=lambda: bootstrap, client_mode=client_mode
         ) as directory,

@@ -60,7 +60,7 @@ async def load(
         while True:
             await asyncio.sleep(random.uniform(0, pause_s))
             began = time.perf_counter()
-            async with Chain.open(hosts, spec, lambda values: values) as chain:
+            async with Chain(hosts, spec, lambda values: values).open() as chain:
                 await chain.forward((Row(0, 0, prompt, 1, 0),), random_rows(prompt, spec.hidden_size))
                 first_s = time.perf_counter() - began
                 for position in range(prompt, prompt + tokens - 1):

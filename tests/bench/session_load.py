@@ -36,7 +36,7 @@ async def fill(hosts: ModelHosts, blocks: int, positions: int, *, keep: bool) ->
     spec = ChainSpec(blocks, HIDDEN_SIZE, 8192, ElementType.FLOAT32)
     while True:
         try:
-            async with Chain.open(hosts, spec, lambda values: values) as chain:
+            async with Chain(hosts, spec, lambda values: values).open() as chain:
                 for start in range(0, positions, CHUNK_POSITIONS):
                     row = Row(0, start, CHUNK_POSITIONS, 1, 0)
                     await chain.forward(

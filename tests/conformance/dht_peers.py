@@ -70,7 +70,7 @@ async def join(
     config = P2pdConfig(path, listen=LOOPBACK, bootstrap=bootstrap)
     async with (
         P2pdTransport.create(config) as transport,
-        Handshakes.run(transport, membership, Timing()) as handshakes,
+        Handshakes(transport, membership, Timing()).running() as handshakes,
         DhtDirectory.create(
             transport,
             handshakes,

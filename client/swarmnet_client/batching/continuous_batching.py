@@ -336,7 +336,7 @@ class BatchedModel:
                 adapter: "Adapter | None", give_up_idle: GiveUpIdle, keep: KeepStep | None, *, is_batch: bool
             ) -> AbstractAsyncContextManager[Chain]:
                 own = replace(spec, adapter=adapter, trace=keep or spec.trace, is_batch=is_batch)
-                return Chain.open(hosts, own, layers.embed, layers.logits, give_up_idle)
+                return Chain(hosts, own, layers.embed, layers.logits, give_up_idle).open()
 
             await hosts.refresh()
             head = LmHead(layers, computing, draft_model)

@@ -47,7 +47,16 @@ def ignore_part(_row: int, _positions: int) -> None:
 
 
 class Chain:
-    """An open chain over all blocks of a model. Made by :meth:`open`."""
+    """A chain over all blocks of ``spec``.
+
+    - ``embed`` turns inputs of ``forward`` ([P] token ids, or embeddings [P, D]) into embeddings
+      [P, D] for the first hop: the log keeps ids, which are smaller.
+    - ``read`` turns outputs into logits, in a thread of its own. Then audits of the last hop
+      compare these too.
+    - ``give_up_idle`` is called whenever a hop has to be replaced. It returns the numbers of the
+      sequences that no answer needs. The chain forgets them, so that a new hop computes only the
+      other sequences again.
+    """
 
     def __init__(
         self,
@@ -68,31 +77,13 @@ class Chain:
         self._supervisor = ChainSupervisor(hosts, spec, self._in_flight, self.report, embed, self._tasks)
         self._auditor = Auditor(hosts, spec, self._supervisor.repair, self.report, embed, read)
 
-    @classmethod
     @asynccontextmanager
-    async def open(
-        cls,
-        hosts: ModelHosts,
-        spec: ChainSpec,
-        embed: Callable[[Array], Array],
-        read: Read | None = None,
-        give_up_idle: GiveUpIdle = frozenset,
-    ) -> AsyncIterator["Chain"]:
-        """Open a chain over all blocks of ``spec``, repaired for as long as the context is open.
-
-        - ``embed`` turns inputs of ``forward`` ([P] token ids, or embeddings [P, D]) into
-          embeddings [P, D] for the first hop: the log keeps ids, which are smaller.
-        - ``read`` turns outputs into logits, in a thread of its own. Audits of the last hop then
-          compare these too.
-        - ``give_up_idle`` is called whenever a hop has to be replaced. It returns the numbers of
-          the sequences that no answer needs. The chain forgets them, so that a new hop computes
-          only the other sequences again.
-        """
-        chain = cls(hosts, spec, embed, read, give_up_idle)
-        async with in_background(chain._run()):
-            yield chain
-            if chain._timer is not None:
-                await chain._timer.complete()
+    async def open(self) -> AsyncIterator["Chain"]:
+        """Open the chain. It is repaired for as long as the context is open."""
+        async with in_background(self._run()):
+            yield self
+            if self._timer is not None:
+                await self._timer.complete()
 
     @property
     def lengths(self) -> Mapping[int, int]:

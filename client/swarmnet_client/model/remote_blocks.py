@@ -36,7 +36,7 @@ class RemoteBlocks:
         embed: Callable[[torch.Tensor], torch.Tensor],
         read: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """``embed`` and ``read`` as in ``Chain.open``, with tensors."""
+        """``embed`` and ``read`` as in ``Chain``, with tensors."""
         self.spec = spec
         self.report = ChainReport()
         """The report of the chain or batch that was used last."""
@@ -72,7 +72,7 @@ class RemoteBlocks:
         """
         wait_s = max(wait_s, self.spec.wait_s)
         spec = dataclasses.replace(self.spec, max_length=max_length, adapter=adapter, wait_s=wait_s)
-        return Chain.open(self._runtime.opened, spec, self._embed, self._read)
+        return Chain(self._runtime.opened, spec, self._embed, self._read).open()
 
     def _batch(self, counts: Sequence[int], adapter: Adapter | None) -> RemoteBatch:
         """Return a batch of sequences of these lengths, for a forward and backward passes."""

@@ -145,7 +145,7 @@ async def start(
             reporter.handle({"event": "notice", "text": text})
 
         watch = await stack.enter_async_context(
-            DuplicateWatch.run(transport, directory, random.SystemRandom(), Timing(), warn)
+            DuplicateWatch(transport, directory, random.SystemRandom(), Timing(), warn).running()
         )
 
         def add_worker(status: "NodeStatus") -> None:

@@ -40,7 +40,10 @@ def topic_of(peer: PeerId) -> str:
 
 
 class DuplicateWatch:
-    """Announces this process and looks for a duplicate. :meth:`run` makes one."""
+    """Announces this process and looks for a duplicate, while :meth:`running`.
+
+    ``changed`` is called with the warning about a duplicate, and with "" when it has gone.
+    """
 
     def __init__(
         self,
@@ -67,24 +70,11 @@ class DuplicateWatch:
             directory, rng, self._announcements, timing.identity_announce_s, is_needed=self._look
         )
 
-    @classmethod
     @asynccontextmanager
-    async def run(
-        cls,
-        transport: Transport,
-        directory: Directory,
-        rng: Random,
-        timing: Timing,
-        changed: Callable[[str], None] = lambda _: None,
-    ) -> AsyncIterator["DuplicateWatch"]:
-        """Announce this process, and look for a duplicate, while the context is open.
-
-        Logs a duplicate once. Then calls ``changed`` with the warning, and with "" when the
-        duplicate has gone.
-        """
-        watch = cls(transport, directory, rng, timing, changed)
-        async with in_background(persist("the watch for duplicates", watch.announcer.run)):
-            yield watch
+    async def running(self) -> AsyncIterator["DuplicateWatch"]:
+        """Announce this process, and look for a duplicate, while the context is open."""
+        async with in_background(persist("the watch for duplicates", self.announcer.run)):
+            yield self
 
     def warning(self) -> str:
         """Return the warning for the owner; empty while there is no duplicate."""

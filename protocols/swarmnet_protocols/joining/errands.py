@@ -181,7 +181,7 @@ async def push_revocations(
         config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses))
         async with (
             transport_class().create(config) as transport,
-            Handshakes.run(transport, membership, Timing()) as handshakes,
+            Handshakes(transport, membership, Timing()).running() as handshakes,
         ):
             return await send_revocations(handshakes, addresses)
 

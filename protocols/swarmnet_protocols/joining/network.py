@@ -233,7 +233,7 @@ async def connect(
             describe_reach=lambda: describe(reachability, punching, relay, routed),
         )
         handshakes = await stack.enter_async_context(
-            Handshakes.run(routed, membership, Timing(), network.name)
+            Handshakes(routed, membership, Timing(), network.name).running()
         )
         guarded = GuardedTransport(routed, handshakes)
         reachability = Reachability(routed, guarded, others, wall_clock, raw.address_of, raw.was_dialled)

@@ -84,8 +84,10 @@ HandshakeStream = TypedStream[pb.HandshakeMessage, pb.HandshakeMessage]
 
 
 class Handshakes:
-    """The handshakes of one peer, and the check that every other stream passes. Made by
-    :meth:`run`.
+    """The handshakes of one peer, and the check that every other stream passes.
+
+    ``transport`` is the one below :class:`GuardedTransport`. ``name``: the name of this node that
+    everybody sees; empty without one.
     """
 
     def __init__(self, transport: Transport, membership: Membership, timing: Timing, name: str = "") -> None:
@@ -104,29 +106,19 @@ class Handshakes:
         """Peer → serial of the newest swarm file it was asked for, the last peer at the end."""
         self._tasks: dict[asyncio.Task[None], None] = {}
 
-    @classmethod
     @asynccontextmanager
-    async def run(
-        cls, transport: Transport, membership: Membership, timing: Timing, name: str = ""
-    ) -> AsyncIterator["Handshakes"]:
-        """Answer handshakes while the context is open.
-
-        ``transport`` is the one below :class:`GuardedTransport`. ``name``: the name of this node
-        that everybody sees; empty without one.
-        """
-        handshakes = cls(transport, membership, timing, name)
-        await HANDSHAKE.serve(transport, handshakes._answer, handshakes._timing)
-        await REVOCATIONS.serve(transport, handshakes._serve_revocations, handshakes._timing)
-        membership.listeners.append(handshakes._on_membership_change)
+    async def running(self) -> AsyncIterator["Handshakes"]:
+        """Answer handshakes while the context is open."""
+        await HANDSHAKE.serve(self._transport, self._answer, self._timing)
+        await REVOCATIONS.serve(self._transport, self._serve_revocations, self._timing)
+        self.membership.listeners.append(self._on_membership_change)
         try:
-            async with in_background(
-                persist("the renewal of handshakes", handshakes._send_hellos_periodically)
-            ):
-                yield handshakes
+            async with in_background(persist("the renewal of handshakes", self._send_hellos_periodically)):
+                yield self
         finally:
-            membership.listeners.remove(handshakes._on_membership_change)
-            await cancel(*handshakes._tasks)
-            handshakes.admitted.end()
+            self.membership.listeners.remove(self._on_membership_change)
+            await cancel(*self._tasks)
+            self.admitted.end()
 
     # ---- checks before a stream -----------------------------------------------------------------
 

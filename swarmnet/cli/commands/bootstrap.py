@@ -91,7 +91,7 @@ async def _serve(
         monitor = await stack.enter_async_context(monitoring(metrics, as_json=as_json))
         transport, directory = await stack.enter_async_context(connect(network))
         watch = await stack.enter_async_context(
-            DuplicateWatch.run(transport, directory, SystemRandom(), Timing())
+            DuplicateWatch(transport, directory, SystemRandom(), Timing()).running()
         )
 
         def add_warning(status: "NodeStatus") -> None:

@@ -54,16 +54,23 @@ class _ObservedModel:
 
 
 class Observer:
-    """Observes a swarm while ``run`` is open; a ``SnapshotSource`` for the feed."""
+    """Observes a swarm while it is ``running``; a ``SnapshotSource`` for the feed.
+
+    ``model_names``: the models that the swarm file lists, by manifest hash; all other models are
+    ignored. Without it, all models of the catalog are observed.
+    """
 
     def __init__(
-        self, dependencies: ObserverDependencies, swarm: SwarmInfo, model_names: Mapping[bytes, str]
+        self,
+        dependencies: ObserverDependencies,
+        swarm: SwarmInfo,
+        model_names: Mapping[bytes, str] | None = None,
     ) -> None:
         self._directory = dependencies.directory
         self._rng = dependencies.rng
         self._clock = dependencies.clock
         self._swarm = swarm
-        self._model_names = model_names
+        self._model_names = model_names or {}
         self._models: dict[bytes, _ObservedModel] = {}
         self._jobs: dict[str, JobObservation] = {}
         self._workers: dict[str, dict[RoundMember, WorkerPosition]] = {}
@@ -74,25 +81,14 @@ class Observer:
         self._crawled = asyncio.Condition()
         self._has_crawled = False
 
-    @classmethod
     @asynccontextmanager
-    async def run(
-        cls,
-        dependencies: ObserverDependencies,
-        swarm: SwarmInfo,
-        model_names: Mapping[bytes, str] | None = None,
-    ) -> AsyncIterator["Observer"]:
-        """Yield an observer that crawls and polls while the context is open.
-
-        ``model_names``: the models that the swarm file lists, by manifest hash; all other models
-        are ignored. Without it, all models of the catalog are observed.
-        """
-        observer = cls(dependencies, swarm, model_names or {})
+    async def running(self) -> AsyncIterator["Observer"]:
+        """Crawl and poll while the context is open."""
         try:
-            async with in_background(persist("the crawl of the directory", observer._keep_crawling)):
-                yield observer
+            async with in_background(persist("the crawl of the directory", self._keep_crawling)):
+                yield self
         finally:
-            await observer._polls.stop()
+            await self._polls.stop()
 
     async def settled(self, within_s: float) -> None:
         """Wait until the directory has been read and every peer has answered or failed, for at most

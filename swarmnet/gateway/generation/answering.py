@@ -49,13 +49,13 @@ async def generating(
     wanted = replace(wanted, sampling=replace(wanted.sampling, bad_words=words))
     requests = sequence_requests(wanted, prompts, served, tokenizer, key)
     each_prompt = (prompt for prompt in prompts for _ in range(wanted.n))
-    async with Generation.run(
+    async with Generation(
         served,
         [*zip(requests, each_prompt, strict=True)],
         wanted.stop,
         metrics,
         prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
-    ) as generation:
+    ).running() as generation:
         yield generation
 
 

@@ -51,24 +51,14 @@ class Generation:
         self._first_error: SwarmnetError | None = None
         self._start_s = asyncio.get_running_loop().time()
 
-    @classmethod
     @asynccontextmanager
-    async def run(
-        cls,
-        served: BatchedModel,
-        choices: Sequence[tuple[Request, PreparedPrompt]],
-        stops: Sequence[str],
-        metrics: ModelMetrics,
-        *,
-        prompt_tokens: int,
-    ) -> AsyncIterator["Generation"]:
+    async def running(self) -> AsyncIterator["Generation"]:
         """Generate one choice for each of ``choices`` while the context is open.
 
         Leaving it cancels the unfinished ones.
         """
-        generation = cls(served, choices, stops, metrics, prompt_tokens=prompt_tokens)
-        async with in_background(*map(generation._run_choice, range(len(choices)))):
-            yield generation
+        async with in_background(*map(self._run_choice, range(len(self._choices)))):
+            yield self
 
     async def wait_started(self) -> None:
         """Wait for the first event. Raises ``SwarmnetError`` if a choice fails before it."""

@@ -39,7 +39,7 @@ LAYOUTS: dict[str, Mapping[str, tuple[int, int]]] = {
 
 async def assert_ends_at_once(lab: Lab, swarm: ModelHosts, spec: ChainSpec, what: str) -> ConfigError:
     """The request ends and no host is blamed: the same hosts are asked again."""
-    async with Chain.open(swarm, spec, lab.reference.layers.embed) as chain:
+    async with Chain(swarm, spec, lab.reference.layers.embed).open() as chain:
         started = asyncio.get_running_loop().time()
         for _ in "now", "later":
             with pytest.raises(ConfigError, match=what) as caught:

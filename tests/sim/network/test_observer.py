@@ -50,7 +50,7 @@ async def observing(lab: Lab) -> AsyncIterator[Observer]:
             transport, directory, virtual_clock, random.Random(f"{lab.seed}/observer"), lab.timing
         )
         info = SwarmInfo("lab", SWARM.hex(), "open", identity.peer_id)
-        async with Observer.run(dependencies, info) as observer:
+        async with Observer(dependencies, info).running() as observer:
             yield observer
 
 
@@ -59,7 +59,7 @@ async def dashboard(lab: Lab, tmp_path: Any) -> AsyncIterator[Feed]:
     async with AsyncExitStack() as stack:
         observer = await stack.enter_async_context(observing(lab))
         history = stack.enter_context(History.open(tmp_path))
-        yield await stack.enter_async_context(Feed.run(observer, history))
+        yield await stack.enter_async_context(Feed(observer, history).running())
 
 
 async def until(feed: Feed, holds: Callable[[dict[str, Any]], bool]) -> float:
@@ -129,7 +129,7 @@ def test_step_times_are_those_that_the_client_measures(
         async with (
             dashboard(lab, tmp_path) as feed,
             lab.client() as swarm,
-            Chain.open(swarm, spec, reference.layers.embed, reference.layers.logits) as chain,
+            Chain(swarm, spec, reference.layers.embed, reference.layers.logits).open() as chain,
         ):
             await asyncio.sleep(asked_after_s)
             await lab.generate(chain, PROMPT, 60)

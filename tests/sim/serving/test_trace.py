@@ -40,9 +40,9 @@ FORWARD_S = 0.02
 
 
 def traced_chain(lab: Lab, swarm: ModelHosts, trace: Trace) -> Any:
-    return Chain.open(
+    return Chain(
         swarm, ChainSpec(6, 32, 1024, ElementType.FLOAT32, trace=trace.keep), lab.reference.layers.embed
-    )
+    ).open()
 
 
 async def traced(lab: Lab, tokens: int = TOKENS) -> tuple[Trace, list[int]]:

@@ -277,7 +277,7 @@ def test_a_hundred_adapters_of_one_client_affect_no_other_client(reference: Refe
 
         async def talk(name: str, adapter: Adapter | None) -> list[int]:
             spec = ChainSpec(6, 32, 512, ElementType.FLOAT32, adapter=adapter)
-            async with lab.client(name) as swarm, Chain.open(swarm, spec, reference.layers.embed) as chain:
+            async with lab.client(name) as swarm, Chain(swarm, spec, reference.layers.embed).open() as chain:
                 tokens = await lab.generate(chain, PROMPT, TOKENS)
                 assert chain.report.failovers == 0
                 return tokens

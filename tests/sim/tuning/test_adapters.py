@@ -83,7 +83,7 @@ def open_chain(
     standby: bool | None = None,
 ) -> AbstractAsyncContextManager[Chain]:
     spec = ChainSpec(6, 32, max_length, ElementType.FLOAT32, adapter=adapter, standby=standby)
-    return Chain.open(swarm, spec, lab.reference.layers.embed)
+    return Chain(swarm, spec, lab.reference.layers.embed).open()
 
 
 def kind_of(delivery: Delivery) -> str | None:

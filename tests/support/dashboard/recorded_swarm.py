@@ -348,7 +348,7 @@ async def serve_recorded(kind: str, port: int) -> None:
     swarm = RecordedSwarm(kind, wall_clock)
     with TemporaryDirectory() as folder, recorded_history(swarm, Path(folder), wall_clock()) as history:
         async with (
-            Feed.run(swarm, history) as feed,
+            Feed(swarm, history).running() as feed,
             server.serve(feed, "127.0.0.1", port, AccessPolicy()) as endpoint,
         ):
             print(endpoint.url, flush=True)

@@ -128,7 +128,7 @@ class Sites:
         opened = recorded_history(swarm, folder, NOW_S) if kind == "full" else History.open(folder)
         with ExitStack() as stack:
             history = stack.enter_context(opened)
-            feed = await self._open.enter_async_context(Feed.run(swarm, history))
+            feed = await self._open.enter_async_context(Feed(swarm, history).running())
             lists = (lambda: MEMBERS) if kind == "full" else None
             endpoint = await self._open.enter_async_context(
                 server.serve(feed, "127.0.0.1", 0, AccessPolicy(), lists)

@@ -92,7 +92,7 @@ class PrivateSwarm:
         membership.certificate = certificate
         async with (
             network.transport(identity.peer_id) as raw,
-            Handshakes.run(raw, membership, self.timing, public_name) as handshakes,
+            Handshakes(raw, membership, self.timing, public_name).running() as handshakes,
         ):
             yield Someone(identity, raw, GuardedTransport(raw, handshakes), handshakes, membership)
 

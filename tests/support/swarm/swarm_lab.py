@@ -209,7 +209,7 @@ class Lab:
             membership = Membership(self.private.rules, identity.peer_id, virtual_clock)
             membership.replace_certificate(self.private.certify(identity.peer_id, role))
             self.memberships[name] = membership
-            async with Handshakes.run(raw, membership, self.timing) as handshakes:
+            async with Handshakes(raw, membership, self.timing).running() as handshakes:
                 yield GuardedTransport(raw, handshakes)
 
     @asynccontextmanager
@@ -230,7 +230,7 @@ class Lab:
             self._executors[name] = executor
         async with (
             self._world(name) as world,
-            Supervisor.run(world, hosting, machine, limits, wake) as supervisor,
+            Supervisor(world, hosting, machine, limits, wake).running() as supervisor,
         ):
             if is_loaded:
                 await supervisor.started()
@@ -306,7 +306,7 @@ class Lab:
             adapter=adapter,
         )
         layers = self.reference.layers
-        return Chain.open(hosts, spec, layers.embed, layers.logits, give_up_idle)
+        return Chain(hosts, spec, layers.embed, layers.logits, give_up_idle).open()
 
     async def generate(
         self, chain: Chain, ids: list[int], count: int, on_token: Callable[[int], None] | None = None

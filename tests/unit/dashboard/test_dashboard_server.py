@@ -327,7 +327,7 @@ def test_a_tick_that_fails_is_followed_by_the_next(
     async def run() -> None:
         source = FailingSource(RecordedSwarm("empty", Clock()))
         with History.open(tmp_path) as history:
-            async with Feed.run(source, history), asyncio.timeout(50):
+            async with Feed(source, history).running(), asyncio.timeout(50):
                 await source.recovered.wait()
 
     asyncio.run(run())

@@ -81,7 +81,7 @@ async def _show(entry: Entry, name: str, waiting: ExitStack, *, live: bool, as_j
         transport, directory = await stack.enter_async_context(connect(network, client_mode=True))
         dependencies = ObserverDependencies(transport, directory, wall_clock, SystemRandom())
         about = SwarmInfo(file.name, file.swarm_id.hex(), str(file.admission), transport.peer_id, (name,))
-        observer = await stack.enter_async_context(Observer.run(dependencies, about, listed))
+        observer = await stack.enter_async_context(Observer(dependencies, about, listed).running())
         relays = RelayFinder(directory, SystemRandom())
         await observer.settled(ASK_S)
         while True:

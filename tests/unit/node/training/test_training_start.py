@@ -135,9 +135,9 @@ def test_a_duplicate_identity_is_an_event(tmp_path: Path, monkeypatch: pytest.Mo
     async def scenario() -> None:
         async with worker.run():
             directory = MemoryDirectory(worker.board, OWNER, SWARM)
-            copy = DuplicateWatch.run(
+            copy = DuplicateWatch(
                 worker.transport, directory, random.Random(0), Timing(identity_announce_s=0.05)
-            )
+            ).running()
             async with copy, asyncio.timeout(TIMEOUT_S):
                 while (event := await worker.events.get())["event"] != "identity":
                     pass
