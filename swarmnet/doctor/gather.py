@@ -347,14 +347,10 @@ def _import_transport() -> None:
 
 
 async def _probe(transport: "Transport", address: str, ports: Sequence[int]) -> facts.BootstrapPeer:
-    from swarmnet_protocols.net.p2pd.transport import peer_of
-    from swarmnet_protocols.net.protocol_ids import PROBE
-    from swarmnet_protocols.reachability.dial_back import probe
+    from swarmnet_protocols.reachability.dial_back import probe_at
 
     try:
-        peer = peer_of(address)
-        stream = await PROBE.open(transport, peer, addresses=[address], deadline_s=OPEN_S)
-        return facts.BootstrapPeer(address, await probe(stream, ports, wall_clock))
+        return facts.BootstrapPeer(address, await probe_at(transport, address, ports, OPEN_S))
     except SwarmnetError as error:
         # go-libp2p lists the error of each address that it tried, one per line
         return facts.BootstrapPeer(address, error=str(error).splitlines()[-1].strip())

@@ -133,6 +133,13 @@ async def probe(
     )
 
 
+async def probe_at(transport: Transport, address: str, ports: Sequence[int], open_s: float) -> Probed:
+    """Probe the peer at an address. ``open_s``: timeout of opening the stream. Raises
+    ``SwarmnetError``."""
+    stream = await PROBE.open(transport, peer_of(address), addresses=[address], deadline_s=open_s)
+    return await probe(stream, ports, wall_clock)
+
+
 def ports_of(addresses: Iterable[str]) -> list[int]:
     """Return the distinct TCP ports of multiaddrs that do not lead through a relay."""
     found = (each.port for each in parse_multiaddrs(addresses) if each.kind == "tcp" and not each.is_relayed)
@@ -160,8 +167,6 @@ async def _clock_error_s(transport: Transport, address: str) -> float | None:
     """Return how many seconds this machine's clock is behind a peer's; None without an answer."""
     try:
         async with asyncio.timeout(CLOCK_S):
-            peer = peer_of(address)
-            stream = await PROBE.open(transport, peer, addresses=[address], deadline_s=CLOCK_S)
-            return (await probe(stream, (), wall_clock)).behind_s
+            return (await probe_at(transport, address, (), CLOCK_S)).behind_s
     except (SwarmnetError, TimeoutError):
         return None

@@ -92,15 +92,12 @@ async def _show(
     *,
     as_json: bool,
 ) -> None:
-    from random import SystemRandom
-
     from swarmnet.dashboard.metrics import SwarmCollector
     from swarmnet.dashboard.observing.polling import ObserverDependencies
     from swarmnet.dashboard.server import run_dashboard
     from swarmnet_node.owner.watched_peer import Purpose, WatchedPeer
     from swarmnet_protocols.joining.network import connect
     from swarmnet_protocols.machine.aio import race
-    from swarmnet_protocols.machine.clock import wall_clock
 
     interrupts = Interrupts.catch()
     network = entry.network(client_listen(entry.addresses))
@@ -109,7 +106,7 @@ async def _show(
         with progress(quiet=as_json) as report:
             report("finding the swarm", 0, None)
             transport, known = await stack.enter_async_context(connect(network, client_mode=True))
-        dependencies = ObserverDependencies(transport, known, wall_clock, SystemRandom())
+        dependencies = ObserverDependencies(transport, known)
         endpoint, feed = await stack.enter_async_context(
             run_dashboard(
                 dependencies,
@@ -205,20 +202,12 @@ async def _serve_page(
     node: "Supervisor",
 ) -> AsyncIterator[str]:
     """Serve a dashboard from a node's process while the context is open; yields its URL."""
-    from random import SystemRandom
-
     from swarmnet.dashboard.observing.polling import ObserverDependencies
     from swarmnet.dashboard.server import run_dashboard
-    from swarmnet_protocols.machine.clock import wall_clock
 
     of_node = node.dependencies
     dependencies = ObserverDependencies(
-        of_node.transport,
-        of_node.directory,
-        wall_clock,
-        SystemRandom(),
-        of_node.timing,
-        own_report=node.report,
+        of_node.transport, of_node.directory, timing=of_node.timing, own_report=node.report
     )
     lists = owners_lists(entry, data_dir, access)
     page = run_dashboard(dependencies, entry, data_dir / HISTORY, address, access, lists)

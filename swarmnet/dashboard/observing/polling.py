@@ -22,7 +22,7 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.node_reports import ReportStream, check, request_report
 from swarmnet_protocols.errors import PeerUnreachable, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, persist
-from swarmnet_protocols.machine.clock import Clock
+from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import REPORT
 from swarmnet_protocols.timing import Timing
@@ -52,8 +52,8 @@ class ObserverDependencies:
 
     transport: Transport
     directory: Directory
-    clock: Clock
-    rng: random.Random
+    clock: Clock = wall_clock
+    rng: random.Random = field(default_factory=random.SystemRandom)
     timing: Timing = field(default_factory=Timing)
     own_report: Callable[[], report_pb2.NodeReport] | None = None
     """The report of the node in the same process, which cannot be dialled. Raises ``SwarmnetError``

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
@@ -40,19 +39,14 @@ async def find_nearest(node: DHTNode, keys: Sequence[DHTID]) -> _Replicas:
     return {adjacent[key]: list(peers.values()) for key, peers in nearest.items()}
 
 
-@dataclass(frozen=True)
-class _Found:
-    until: float
-    replicas: _Replicas
-
-
 class Replicator:
     """Stores one peer's records."""
 
     def __init__(self, node: DHTNode, clock: Clock) -> None:
         self._node = node
         self._clock = clock
-        self._found: dict[str, _Found] = {}
+        self._found: dict[str, tuple[float, _Replicas]] = {}
+        """Topic → the time until which these replicas need no search, and the replicas."""
         self._hidden: set[str] = set()
         """Topics whose records have no replica on another peer."""
         self._short: set[str] = set()
@@ -67,11 +61,9 @@ class Replicator:
         call. Logs when too few peers accept.
         """
         now, refused = self._clock(), self.refused
-        self._found = {topic: found for topic, found in self._found.items() if now < found.until}
+        self._found = {topic: found for topic, found in self._found.items() if now < found[0]}
         found = self._found.pop(record.topic, None)
-        reuses = found is not None and self._is_enough(
-            await self._put(found.replicas, record, sealed), found.replicas
-        )
+        reuses = found is not None and self._is_enough(await self._put(found[1], record, sealed), found[1])
         if found is None or not reuses:
             keys = [DHTID.generate(source=key) for key in dht_keys(record.swarm, record.topic)]
             nearest = await find_nearest(self._node, keys)
@@ -82,7 +74,7 @@ class Replicator:
             if not self._is_enough(replicas, nearest):
                 # the next call searches again: by then a peer may be reachable or have space
                 return
-            found = _Found(now + FOUND_S, replicas)
+            found = now + FOUND_S, replicas
         self._found[record.topic] = found
 
     def _log_reachability(self, topic: str, replicas: _Replicas) -> None:

@@ -71,7 +71,6 @@ async def _show(entry: Entry, name: str, waiting: ExitStack, *, live: bool, as_j
     from swarmnet.dashboard.observing.polling import ObserverDependencies
     from swarmnet_protocols.directory.relay_announcements import RelayFinder
     from swarmnet_protocols.joining.network import client_listen, connect
-    from swarmnet_protocols.machine.clock import wall_clock
     from swarmnet_protocols.net.multiaddr import peer_in
 
     file = entry.file
@@ -79,7 +78,7 @@ async def _show(entry: Entry, name: str, waiting: ExitStack, *, live: bool, as_j
     network = entry.network(client_listen(entry.addresses))
     async with AsyncExitStack() as stack:
         transport, directory = await stack.enter_async_context(connect(network, client_mode=True))
-        dependencies = ObserverDependencies(transport, directory, wall_clock, SystemRandom())
+        dependencies = ObserverDependencies(transport, directory)
         about = SwarmInfo(file.name, file.swarm_id.hex(), str(file.admission), transport.peer_id, (name,))
         observer = await stack.enter_async_context(Observer(dependencies, about, listed).running())
         relays = RelayFinder(directory, SystemRandom())
