@@ -18,6 +18,7 @@ from swarmnet.dashboard.history import DAY_S, History
 from swarmnet.dashboard.observing.observations import Snapshot
 from swarmnet.dashboard.sampling import HistorySampler, ModelSample, PeerSample
 from swarmnet.dashboard.state import State, derive, known_before, merge_patch
+from swarmnet.web.pages import Content
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.machine.aio import in_background
 
@@ -48,19 +49,15 @@ class EncodedState:
 
     body: Mapping[str, Any]
     etag: str
-    media_type = "application/json"
 
     @cached_property
     def text(self) -> str:
         return encode(self.body)
 
-    @property
-    def content(self) -> bytes:
-        return self.text.encode()
-
     @cached_property
-    def zipped(self) -> bytes:
-        return gzip.compress(self.content, compresslevel=5, mtime=0)
+    def content(self) -> Content:
+        text = self.text.encode()
+        return Content(text, gzip.compress(text, 5, mtime=0), self.etag, "application/json")
 
 
 def encode(value: object) -> str:

@@ -116,7 +116,7 @@ def _add_members(app: FastAPI, members: Members | None) -> None:
 def _add_state(app: FastAPI, feed: Feed) -> None:
     @app.get("/api/v1/state")
     async def state(request: Request) -> Response:
-        return conditional_response(request, feed.now)
+        return conditional_response(request, feed.now.content)
 
     @app.get("/api/v1/events")
     async def events(have: ETag = "") -> Response:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 from fastapi import FastAPI, HTTPException, Request, Response
 
@@ -30,22 +29,9 @@ CSP = (
 script."""
 
 
-class Content(Protocol):
-    """Content with a hash. ``zipped`` is None if compression does not make it smaller."""
-
-    @property
-    def content(self) -> bytes: ...
-    @property
-    def zipped(self) -> bytes | None: ...
-    @property
-    def etag(self) -> str: ...
-    @property
-    def media_type(self) -> str: ...
-
-
 @dataclass(frozen=True)
-class StaticFile:
-    """A file of a page: a ``Content``."""
+class Content:
+    """Content with a hash. ``zipped`` is None if compression does not make it smaller."""
 
     content: bytes
     zipped: bytes | None
@@ -54,7 +40,7 @@ class StaticFile:
 
 
 @cache
-def static_files(folder: Path) -> Mapping[str, StaticFile]:
+def static_files(folder: Path) -> Mapping[str, Content]:
     """Return the files of ``folder`` and the shared ones by path, read and compressed once per
     process, so that no request waits for the disk."""
     return {
@@ -88,11 +74,11 @@ def add_page(app: FastAPI, folder: Path, *further_paths: str) -> None:
     app.add_api_route("/static/{path:path}", static, include_in_schema=False)
 
 
-def _read_static(path: Path) -> StaticFile:
+def _read_static(path: Path) -> Content:
     content = path.read_bytes()
     zipped = gzip.compress(content, mtime=0)
     etag = f'"{hashlib.sha256(content).hexdigest()[:24]}"'
-    return StaticFile(content, zipped if len(zipped) < len(content) else None, etag, MEDIA_TYPES[path.suffix])
+    return Content(content, zipped if len(zipped) < len(content) else None, etag, MEDIA_TYPES[path.suffix])
 
 
 def conditional_response(

@@ -68,7 +68,7 @@ def test_the_state_is_compressed_and_sent_only_if_changed(tmp_path: Path) -> Non
             first = await client.get("/api/v1/state")
             assert first.json() == json.loads(site.feed.now.text)
             assert first.headers["content-encoding"] == "gzip"
-            assert gzip.decompress(site.feed.now.zipped).decode() == site.feed.now.text
+            assert gzip.decompress(site.feed.now.content.zipped).decode() == site.feed.now.text
             again = await client.get("/api/v1/state", headers={"if-none-match": first.headers["etag"]})
             assert (again.status_code, again.content) == (304, b"")
             plain = await client.get("/api/v1/state", headers={"accept-encoding": "identity"})
