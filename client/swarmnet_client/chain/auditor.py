@@ -22,8 +22,7 @@ import numpy as np
 
 from swarmnet_client.audit.plan import NEWCOMER_POSITIONS, AuditPlan, witnesses
 from swarmnet_client.audit.verdict import Read, Verdict, judge, judge_exactly, nudged
-from swarmnet_client.chain.hop_passes import ask_pass
-from swarmnet_client.chain.hops import ChainReport, ChainSpec, HopTranscript, LiveHop
+from swarmnet_client.chain.hops import ChainReport, ChainSpec, HopTranscript, LiveHop, ask_pass
 from swarmnet_client.chain.repair import ChainRepair
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.arrays import Array

@@ -1,5 +1,5 @@
-"""The hops of one chain: what the chain must have, its open sessions, and the requests that they
-answer."""
+"""The hops of one chain: what the chain must have, its open sessions, the requests that they
+answer, and single passes at a host."""
 
 import asyncio
 import contextlib
@@ -11,16 +11,21 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Literal
 
 from swarmnet_client.chain.trace import KeepStep
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId
+from swarmnet_protocols.net.protocol_ids import PASS
+from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.spans import overlap
 from swarmnet_protocols.session.arrays import ElementType, are_finite, type_of
 from swarmnet_protocols.session.link import NextHop
+from swarmnet_protocols.session.passes import request_pass
 from swarmnet_protocols.session.received_digests import DIGEST_BYTES
 from swarmnet_protocols.session.wire_tensors import decode_tensor
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 if TYPE_CHECKING:
@@ -354,3 +359,27 @@ def upstream(hops: Sequence[LiveHop], live: LiveHop) -> list[LiveHop]:
     while sender := next((hop for hop in hops if hop.next is (found[-1] if found else live)), None):
         found.append(sender)
     return found
+
+
+class GraphGone(SwarmnetError):
+    """The host does not have the graph of a forward pass that the backward pass was to use."""
+
+
+async def ask_pass(
+    hosts: ModelHosts,
+    hop: Hop,
+    begin: pb.Begin,
+    tensors: Sequence[Array],
+    shapes: Sequence[tuple[int, int]],
+) -> list[Array]:
+    """Have ``hop`` compute the pass ``begin`` from ``tensors``; returns tensors of ``shapes``.
+
+    Raises ``GraphGone``, what opening a stream raises, and what ``request_pass`` raises.
+    """
+    try:
+        stream = await PASS.open(hosts.transport, hop.peer, hosts.timing, addresses=hop.addresses)
+        return await request_pass(stream, begin, tensors, shapes, hosts.timing)
+    except Refused as refusal:
+        if refusal.reason == refusal_pb2.REASON_GRAPH_GONE and begin.backward and begin.graph:
+            raise GraphGone(str(refusal)) from refusal
+        raise

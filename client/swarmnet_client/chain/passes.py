@@ -18,8 +18,7 @@ import torch
 
 from swarmnet_client.chain.adapter_upload import AdapterUploader
 from swarmnet_client.chain.failures import CLIENT_FAULTS, Blame, RetryPolicy, explain
-from swarmnet_client.chain.hop_passes import GraphGone, ask_pass
-from swarmnet_client.chain.hops import ChainReport, ChainSpec
+from swarmnet_client.chain.hops import ChainReport, ChainSpec, GraphGone, ask_pass
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.arrays import Array, as_array, as_tensor
 from swarmnet_protocols.errors import (
