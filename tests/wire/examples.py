@@ -374,6 +374,7 @@ def pipeline_messages() -> Iterator[Protobuf]:
             chain=[_PEER.id],
             tokens=30,
             forward_only=True,
+            inputs=_MANIFEST,
         )
     )
     yield pb.MicrobatchRequest(part=pb.Part())
@@ -387,10 +388,11 @@ def pipeline_messages() -> Iterator[Protobuf]:
     audited = pb.Microbatch(
         job=_MANIFEST, round=7, origin=_PEER.id, number=3, stage=1, chain=[_PEER.id, _PEER.id]
     )
-    yield pb.AuditRequest(audit=pb.Audit(microbatch=audited, receipt=receipt))
+    audit = pb.Audit(microbatch=audited, receipt=receipt, accuser=_PEER.id, accusation=bytes(64))
+    yield pb.AuditRequest(audit=audit)
     yield pb.AuditRequest(recall=pb.Recall(microbatch=audited, gradient=True))
     yield pb.AuditReply(heartbeat=pb.Heartbeat())
-    yield pb.AuditReply(verdict=pb.Verdict(checked=True, false_answer=True))
+    yield pb.AuditReply(verdict=pb.Verdict(honest=True, accusation=bytes(64)))
     yield pb.AuditReply(part=pb.Part())
     yield pb.StepRequest(heartbeat=pb.Heartbeat())
     yield pb.StepRequest(listing=pb.Listing(job=_MANIFEST, round=7, numbers=[0, 300], tokens=[512, 511]))

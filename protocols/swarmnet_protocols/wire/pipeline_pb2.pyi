@@ -61,7 +61,7 @@ class Receipt(_message.Message):
     def __init__(self, state: _Optional[bytes] = ..., inputs: _Optional[bytes] = ..., outputs: _Optional[bytes] = ..., grad_outputs: _Optional[bytes] = ..., grad_inputs: _Optional[bytes] = ..., bits: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Microbatch(_message.Message):
-    __slots__ = ("job", "round", "origin", "number", "stage", "chain", "tokens", "forward_only")
+    __slots__ = ("job", "round", "origin", "number", "stage", "chain", "tokens", "forward_only", "inputs")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class Microbatch(_message.Message):
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     round: int
     origin: str
@@ -78,7 +79,8 @@ class Microbatch(_message.Message):
     chain: _containers.RepeatedScalarFieldContainer[str]
     tokens: int
     forward_only: bool
-    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., origin: _Optional[str] = ..., number: _Optional[int] = ..., stage: _Optional[int] = ..., chain: _Optional[_Iterable[str]] = ..., tokens: _Optional[int] = ..., forward_only: _Optional[bool] = ...) -> None: ...
+    inputs: bytes
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., origin: _Optional[str] = ..., number: _Optional[int] = ..., stage: _Optional[int] = ..., chain: _Optional[_Iterable[str]] = ..., tokens: _Optional[int] = ..., forward_only: _Optional[bool] = ..., inputs: _Optional[bytes] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("known",)
@@ -173,12 +175,16 @@ class AuditReply(_message.Message):
     def __init__(self, heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
 
 class Audit(_message.Message):
-    __slots__ = ("microbatch", "receipt")
+    __slots__ = ("microbatch", "receipt", "accuser", "accusation")
     MICROBATCH_FIELD_NUMBER: _ClassVar[int]
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    ACCUSER_FIELD_NUMBER: _ClassVar[int]
+    ACCUSATION_FIELD_NUMBER: _ClassVar[int]
     microbatch: Microbatch
     receipt: Receipt
-    def __init__(self, microbatch: _Optional[_Union[Microbatch, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
+    accuser: str
+    accusation: bytes
+    def __init__(self, microbatch: _Optional[_Union[Microbatch, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., accuser: _Optional[str] = ..., accusation: _Optional[bytes] = ...) -> None: ...
 
 class Recall(_message.Message):
     __slots__ = ("microbatch", "gradient")
@@ -189,9 +195,9 @@ class Recall(_message.Message):
     def __init__(self, microbatch: _Optional[_Union[Microbatch, _Mapping]] = ..., gradient: _Optional[bool] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("checked", "false_answer")
-    CHECKED_FIELD_NUMBER: _ClassVar[int]
-    FALSE_ANSWER_FIELD_NUMBER: _ClassVar[int]
-    checked: bool
-    false_answer: bool
-    def __init__(self, checked: _Optional[bool] = ..., false_answer: _Optional[bool] = ...) -> None: ...
+    __slots__ = ("honest", "accusation")
+    HONEST_FIELD_NUMBER: _ClassVar[int]
+    ACCUSATION_FIELD_NUMBER: _ClassVar[int]
+    honest: bool
+    accusation: bytes
+    def __init__(self, honest: _Optional[bool] = ..., accusation: _Optional[bytes] = ...) -> None: ...

@@ -1,6 +1,9 @@
-"""One liar among three workers of a stage: other workers compute its answers again."""
+"""One liar among three workers of a stage: other workers compute its answers again.
 
-from collections.abc import Callable
+All runs have the share of audits that jobs have. The liar leads its stage.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +13,39 @@ import torch
 from torch import Tensor
 
 from swarmnet_node.training.pipeline import origin
+from swarmnet_node.training.pipeline.audits import verdict
 from swarmnet_node.training.pipeline.pipeline import Pipeline
-from swarmnet_protocols.training.pipeline.audits import Accusations
+from swarmnet_node.training.pipeline.stage_passes import Boundary, KeptMicrobatch, StagePasses
+from swarmnet_node.training.steps.stage_trainer import StageTrainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
+from swarmnet_protocols.training.jobs import open_job
+from swarmnet_protocols.training.pipeline.audits import (
+    AUDITED_ROUNDS,
+    Accusations,
+    AuditDraws,
+    stretch,
+)
+from swarmnet_protocols.training.pipeline.microbatches import Microbatch, MicrobatchId
+from swarmnet_protocols.training.pipeline.receipts import Receipt
 from tests.defences import Patch, defence
 from tests.support.network.virtual_time import run
 from tests.support.training.stages import StageLab, names, staged_job
 from tests.support.training.workers import train
 
-LIAR = "1.0"
+WORKERS = {0: 1, 1: 3, 2: 1}
+MICROBATCHES = 3
+STAGE = {"1.0", "1.1", "1.2"}
+LIAR = min(STAGE, key=lambda name: Identity.from_seed(name.encode()).peer_id)
+"""The worker of the stage with the lowest peer id, which leads it."""
+HONEST = [name for name in names(WORKERS) if name != LIAR]
 FIRST_LIE = 2
 """The round in which a liar begins."""
-ROUNDS = 7
-WORKERS = {0: 2, 1: 3, 2: 2}
+ROUNDS = FIRST_LIE + 2 * AUDITED_ROUNDS + 2
+FEW_ROUNDS = 7
+LIES = 50
+"""False answers of each kind that are judged apart from any run."""
 
 
 def random_values(values: Tensor) -> Tensor:
@@ -29,7 +53,7 @@ def random_values(values: Tensor) -> Tensor:
     return torch.randn(values.shape, generator=generator) * values.std()
 
 
-LIES: dict[str, Callable[[Tensor], Tensor]] = {
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "sign flip": lambda values: -values,
     "scaled": lambda values: 3 * values,
     "random": random_values,
@@ -40,15 +64,15 @@ LIES: dict[str, Callable[[Tensor], Tensor]] = {
 def lie_with(pipeline: Pipeline, kind: str) -> None:
     """Have a worker give false outputs and gradients from now on. It signs what it sends.
 
-    As an auditor it finds no liar: if it excluded its mates, it would get no more work.
+    As an auditor it finds nothing, so only its answers convict it.
     """
     passes, first = pipeline._passes, dict[str, Any]()
     boundary, trainer = passes.boundary, passes.trainer
 
-    async def finds_nothing(*_: Any) -> bool:
-        return False
+    async def finds_nothing(*_: Any) -> None:
+        return None
 
-    pipeline._auditor._is_false = finds_nothing  # type: ignore[method-assign]
+    pipeline._auditor._is_honest = finds_nothing  # type: ignore[method-assign, assignment]
     if kind == "stale":
         old, forward = trainer.parameters(), passes.forward
 
@@ -61,7 +85,7 @@ def lie_with(pipeline: Pipeline, kind: str) -> None:
             trainer.load(present)
             flat.version = version
 
-        passes.forward = stale  # type: ignore[method-assign]
+        passes.forward = stale  # type: ignore[method-assign, assignment]
         return
     for method in ("outputs", "gradient"):
         honest = getattr(boundary, method)
@@ -69,59 +93,80 @@ def lie_with(pipeline: Pipeline, kind: str) -> None:
         def false(values: Tensor, *rest: Any, honest: Any = honest, method: str = method) -> Any:
             if kind == "replayed":
                 return first.setdefault(method, honest(values, *rest))
-            return honest(LIES[kind](values.detach()), *rest)
+            return honest(VALUES[kind](values.detach()), *rest)
 
         object.__setattr__(boundary, method, false)
 
 
 class LiarLab(StageLab):
-    """Trains while one worker of a stage lies, which ends when all others have ended."""
+    """Trains while one worker of a stage lies. It ends when all others have ended."""
 
     def excluded(self) -> dict[str, set[str]]:
         """The workers that each worker has excluded, by name."""
         of = {self.peer(name): name for name in self.events}
         return {name: {of[peer] for peer in self.workers[name]._workers.excluded} for name in self.events}
 
-    def train(self, lie: Callable[[Pipeline], None]) -> None:
-        honest = [name for name in names(WORKERS) if name != LIAR]
+    def train(self, lie: Callable[[], None]) -> int | None:
+        """Return how many rounds the liar lived in the eyes of its stage and of the origin."""
+        lived: list[int] = []
 
         def watch(name: str, event: dict[str, Any]) -> None:
             if name == LIAR and event["event"] == "round" and event["round"] == FIRST_LIE - 1:
-                lie(self.pipeline(name))
+                lie()
+            if name == "0.0" and event["event"] == "round" and event["round"] >= FIRST_LIE:
+                excluded = self.excluded()
+                if all(LIAR in excluded[each] for each in ("0.0", *STAGE - {LIAR})):
+                    lived.append(event["round"] - FIRST_LIE)
             if event["event"] == "done" and all(
-                self.events[each] and self.events[each][-1]["event"] == "done" for each in honest
+                self.events[each] and self.events[each][-1]["event"] == "done" for each in HONEST
             ):
                 self.crash(LIAR)
 
         self.wanted = watch
-        run(train(self, *names(WORKERS)))
+        run(train(self, *names(WORKERS), limit_s=400.0))
+        return lived[0] if lived else None
+
+    @property
+    def last_loss(self) -> float:
+        losses = self.losses()
+        return sum(losses[number] for number in range(ROUNDS - 4, ROUNDS)) / 4
 
 
-def liar_lab(folder: Path) -> LiarLab:
-    job = staged_job(folder, rounds=ROUNDS, workers=3, least=2, stages=3, batch=6)
+def liar_lab(folder: Path, rounds: int = ROUNDS) -> LiarLab:
+    job = staged_job(folder, rounds=rounds, workers=3, least=1, stages=3, batch=2 * MICROBATCHES)
     return LiarLab(folder, job.replace("deadline_s = 15", 'deadline_s = 15\naggregate = "median"'))
 
 
-@pytest.fixture(autouse=True)
-def audits(monkeypatch: Patch) -> None:
-    """Audits are frequent, so that short runs have some."""
-    monkeypatch.setattr(origin, "audited_share", lambda *_: 0.5)
+def nothing() -> None:
+    """Lie not at all."""
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """The last loss without a lie."""
+    """The last losses without a lie."""
     lab = liar_lab(tmp_path_factory.mktemp("honest"))
-    lab.train(lambda _: None)
+    assert lab.train(nothing) is None
     assert not any(lab.excluded().values())
-    return lab.losses()[ROUNDS - 1]
+    return lab.last_loss
+
+
+def check_alone_excluded(lab: LiarLab) -> None:
+    """Assert that its stage and the origin have excluded the liar, and nobody else."""
+    found = lab.excluded()
+    del found[LIAR]
+    assert found == {name: {LIAR} if name[0] in "01" else set() for name in found}
 
 
 def audit_nothing(patch: Patch) -> None:
-    patch.setattr(origin, "audited_share", lambda *_: 0.0)
+    patch.setattr(AuditDraws, "draw", lambda *_: False)
+
+
+def keep_lies(patch: Patch) -> None:
+    patch.setattr(KeptMicrobatch, "has", lambda kept, _: kept.inputs is not None)
 
 
 @defence("answers of a liar are computed again", off=audit_nothing, kind="sign flip")
+@defence("workers forget what they computed from a lie", off=keep_lies, kind="sign flip")
 @pytest.mark.parametrize(
     "kind",
     [
@@ -133,35 +178,127 @@ def audit_nothing(patch: Patch) -> None:
         ),
     ],
 )
-def test_a_liar_is_excluded_by_its_stage(kind: str, undisturbed: float, tmp_path: Path) -> None:
+def test_a_liar_is_excluded_within_16_rounds(kind: str, undisturbed: float, tmp_path: Path) -> None:
+    assert stretch(3, MICROBATCHES) * 3 / MICROBATCHES <= AUDITED_ROUNDS
     lab = liar_lab(tmp_path)
-    lab.train(lambda pipeline: lie_with(pipeline, kind))
+    lived = lab.train(lambda: lie_with(lab.pipeline(LIAR), kind))
 
-    found = lab.excluded()
-    assert not found.pop(LIAR)
-    assert found == {name: {LIAR} if name[0] in "01" else set() for name in found}
-    assert lab.losses()[ROUNDS - 1] <= 1.02 * undisturbed
+    check_alone_excluded(lab)
+    assert lived is not None
+    assert lived <= 2 * AUDITED_ROUNDS
+    assert lab.last_loss <= 1.02 * undisturbed
+
+
+def forget_accusations(patch: Patch) -> None:
+    patch.setattr(Receipt, "is_accused", lambda *_: False)
+
+
+@defence("an auditor that lies convicts itself", off=forget_accusations)
+def test_a_lying_auditor_is_excluded(tmp_path: Path) -> None:
+    """It computes honestly, and finds every answer of its mates false."""
+    lab = liar_lab(tmp_path)
+
+    def slander() -> None:
+        auditor = lab.pipeline(LIAR)._auditor
+
+        async def lied(*_: Any) -> bool:
+            return False
+
+        auditor._is_honest = lied  # type: ignore[method-assign, assignment]
+        standing = replace(auditor._job.standing, exclude=lambda _: None)
+        auditor._job = replace(auditor._job, standing=standing)
+
+    lab.train(slander)
+    check_alone_excluded(lab)
+
+
+@pytest.mark.thorough
+def test_a_liar_that_shuts_a_mate_out_is_excluded(tmp_path: Path) -> None:
+    """It leads its stage, and leaves an honest mate out of each group. The mate still judges."""
+    lab = liar_lab(tmp_path)
+    shut_out = min(STAGE - {LIAR})
+
+    def lead_alone() -> None:
+        lie_with(lab.pipeline(LIAR), "sign flip")
+        lab.workers[LIAR]._matchmaking._is_excluded = lambda peer: peer == lab.peer(shut_out)
+
+    lab.train(lead_alone)
+    check_alone_excluded(lab)
 
 
 def believe_one(patch: Patch) -> None:
     patch.setattr(Accusations, "accuse", lambda *_: True)
 
 
-@defence("a worker is excluded only if most of its stage have found it to lie", off=believe_one)
-def test_a_lying_auditor_excludes_nobody(tmp_path: Path) -> None:
-    accused: list[bool] = []
+def sign_nothing(patch: Patch) -> None:
+    patch.setattr(Receipt, "is_accused", lambda *_: True)
 
-    def slander(pipeline: Pipeline) -> None:
-        async def lied(*_: Any) -> bool:
-            accused.append(True)
-            return True
 
-        auditor = pipeline._auditor
-        standing = replace(auditor._job.standing, exclude=lambda _: None)
-        auditor._job = replace(auditor._job, standing=standing)
-        auditor._is_false = lied  # type: ignore[method-assign]
+@defence("nobody is convicted by an accusation that it has not signed", off=sign_nothing)
+def test_an_origin_convicts_nobody_by_false_accusations(tmp_path: Path, monkeypatch: Patch) -> None:
+    lab = liar_lab(tmp_path, FEW_ROUNDS)
+    accused: list[str] = []
 
-    lab = liar_lab(tmp_path)
-    lab.train(slander)
+    async def slander(self: Any, step: Any, microbatch: Microbatch, receipt: Receipt) -> None:
+        mates = [lab.peer(name) for name in sorted(STAGE) if lab.peer(name) != microbatch.receiver]
+        if not accused:
+            accused.append(mates[1])
+            await verdict(self._job, microbatch, receipt, mates[0], (mates[1], bytes(64)))
+
+    monkeypatch.setattr(origin.MicrobatchOrigin, "_audit", slander)
+    lab.train(nothing)
     assert accused
     assert not any(lab.excluded().values())
+
+
+@defence("an origin excludes a worker only if most of its stage do", off=believe_one)
+def test_an_origin_does_not_believe_one_worker(tmp_path: Path) -> None:
+    """A worker says that it has excluded its mates, without an accusation."""
+    lab = liar_lab(tmp_path, FEW_ROUNDS)
+    mates = [lab.peer(name) for name in STAGE - {LIAR}]
+
+    def slander() -> None:
+        pipeline = lab.pipeline(LIAR)
+        standing = replace(pipeline.job.standing, excluded=dict.fromkeys(mates))
+        pipeline.job = replace(pipeline.job, standing=standing)
+
+    lab.train(slander)
+    assert not any(lab.excluded().values())
+
+
+@pytest.mark.parametrize("answers", [LIES, pytest.param(10_000, marks=pytest.mark.thorough)])
+def test_no_honest_answer_is_false_and_every_lie_is(answers: int, tmp_path: Path) -> None:
+    """The other worker computes in double precision, so it rounds unlike any kernel of float32."""
+    lab = liar_lab(tmp_path)
+    job = lab.files.applied_to(open_job(lab.sealed).job)
+    assert job.stages is not None
+    judge, other, stale = (
+        StageTrainer.open(job, 1, TrainingMachine(tmp_path / "cache", 1 << 33)) for _ in range(3)
+    )
+    other._model.double()
+    generator = torch.Generator().manual_seed(0)
+    weights = stale.parameters()
+    stale.load(weights + 3e-3 * torch.randn(weights.shape, generator=generator).sign())  # a step ago
+    positions, state = 2 * job.data.sequence_length, bytes(32)
+    boundary = Boundary(BOUNDARY_CODECS[job.stages.codec], 2, positions, judge.width, job.job.seed)
+    workers = [StagePasses(trainer, boundary) for trainer in (judge, other, stale)]
+    for each in workers:
+        each.restart(state)
+
+    def encoded(values: Iterable[Tensor]) -> list[bytes]:
+        return [bytes(boundary.codec.encode(each, None)) for each in values]
+
+    before: list[bytes] | None = None
+    for number in range(answers):
+        scale = torch.rand(2, generator=generator).exp2()
+        asked = encoded(torch.randn(positions, judge.width, generator=generator) * each for each in scale)
+        id, lies = MicrobatchId(0, lab.peer("0.0"), number), number < LIES
+        found = (each.answer(state, asked[0], asked[1], id) for each in workers[: 3 if lies else 2])
+        mine, honest, *old = [[*map(bytes, each or ())] for each in found]
+        assert workers[0].agree(mine, honest, 24)
+        if lies:
+            values = [boundary.decode(each) for each in honest]
+            false = [encoded(map(lie, values)) for lie in VALUES.values()]
+            for lie in [*false, *old, *([before] if before else [])]:
+                assert workers[0].agree(mine, lie, 24) is False
+        before = honest

@@ -3,6 +3,8 @@
 1. An origin asks a worker of the stage (``verdict``).
 2. That worker fetches from the neighbours in the chain what the audited worker got. It computes the
    answer again, and compares it with the receipt (``StageAuditor``).
+3. If it finds the receipt false, the origin shows its accusation to all workers of the stage. Each
+   computes the answer, and excludes whoever signed a false receipt or a false accusation.
 """
 
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from swarmnet_protocols.training.pipeline.microbatches import (
     collected,
     microbatch_from_wire,
     microbatch_to_wire,
+    peer_from_wire,
     pieces,
 )
 from swarmnet_protocols.training.pipeline.receipts import (
@@ -37,19 +40,30 @@ from swarmnet_protocols.wire import refusal_pb2
 _ToAsker = TypedStream[pb.AuditReply, pb.AuditRequest]
 
 
-async def verdict(job: StagedJob, auditor: PeerId, microbatch: Microbatch, receipt: Receipt) -> bool:
-    """Return whether ``auditor`` finds that a receipt is false.
+async def verdict(
+    job: StagedJob,
+    microbatch: Microbatch,
+    receipt: Receipt,
+    auditor: PeerId,
+    accusation: tuple[PeerId, bytes] = (PeerId(""), b""),
+) -> pb.Verdict:
+    """Return what ``auditor`` finds about a receipt. An auditor that fails finds nothing.
 
-    ``microbatch``: on its way to the worker of the receipt.
+    ``microbatch``: on its way to the worker of the receipt. ``accusation``: a worker that found the
+    receipt false, and its signature.
     """
-    audit = pb.Audit(microbatch=microbatch_to_wire(job.id, microbatch), receipt=receipt_to_wire(receipt))
+    wire, subject = microbatch_to_wire(job.id, microbatch), microbatch.subject(job.id)
+    accuser, signature = accusation
+    audit = pb.Audit(microbatch=wire, receipt=receipt_to_wire(receipt), accuser=accuser, accusation=signature)
     try:
         addresses = job.workers.addresses(microbatch.stage, auditor)
         stream = await AUDIT.open(job.transport, auditor, job.timing, addresses=addresses)
         reply, _ = await stream.ask(pb.AuditRequest(audit=audit))
-        return reply.verdict.checked and reply.verdict.false_answer
     except SwarmnetError:
-        return False
+        return pb.Verdict()
+    found = reply.verdict
+    is_signed = not found.accusation or receipt.is_accused(subject, auditor, found.accusation)
+    return found if is_signed else pb.Verdict()
 
 
 class StageAuditor:
@@ -87,14 +101,13 @@ class StageAuditor:
                 for payload in pieces(self._recalled(microbatch, gradient=request.recall.gradient)):
                     await stream.send(pb.AuditReply(part=pb.Part()), payload)
             else:
-                microbatch, receipt = (
-                    self._read(request.audit.microbatch),
-                    receipt_from_wire(request.audit.receipt),
-                )
-                await self._check(stream.peer, microbatch, receipt)
+                audit = request.audit
+                microbatch, receipt = self._read(audit.microbatch), receipt_from_wire(audit.receipt)
+                accuser = peer_from_wire(audit.accuser) if audit.accuser else None
+                await self._check(stream.peer, microbatch, receipt, accuser, audit.accusation)
                 heartbeat = pb.AuditReply(heartbeat=pb.Heartbeat())
                 await race(
-                    self._judge(stream, microbatch, receipt),
+                    self._judge(stream, microbatch, receipt, accuser),
                     stream.send_heartbeats(self._job.timing.heartbeat_s, lambda: heartbeat),
                 )
 
@@ -122,30 +135,43 @@ class StageAuditor:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this tensor is not here")
         return tensor
 
-    async def _check(self, asker: PeerId, microbatch: Microbatch, receipt: Receipt) -> None:
-        accused, mine = microbatch.receiver, self._passes.trainer.stage
-        if (
-            microbatch.stage != mine
-            or asker != microbatch.id.origin
-            or accused == self._job.transport.peer_id
-        ):
-            raise NotAuthorised("only an origin may ask for an audit, of another worker of this stage")
-        await self._job.workers.check(asker, 0)
-        if not receipt.is_signed(microbatch.subject(self._job.id), accused):
+    async def _check(
+        self,
+        asker: PeerId,
+        microbatch: Microbatch,
+        receipt: Receipt,
+        accuser: PeerId | None,
+        accusation: bytes,
+    ) -> None:
+        accused, mine, workers = microbatch.receiver, self._passes.trainer.stage, self._job.workers
+        if microbatch.stage != mine or asker != microbatch.id.origin:
+            raise NotAuthorised("only an origin may ask for an audit, of a worker of this stage")
+        await workers.check(asker, 0)
+        for peer in {accused, accuser or accused} - {workers.me, *workers.of(mine)}:
+            await workers.check(peer, mine)  # invented workers would fill the list of excluded ones
+        subject = microbatch.subject(self._job.id)
+        if not receipt.is_signed(subject, accused):
             raise ProtocolViolation(f"a receipt that {accused} has not signed")
+        if accuser is not None and not receipt.is_accused(subject, accuser, accusation):
+            raise ProtocolViolation(f"an accusation that {accuser} has not signed")
 
-    async def _judge(self, stream: _ToAsker, microbatch: Microbatch, receipt: Receipt) -> None:
-        is_false = await self._is_false(microbatch, receipt)
-        if is_false:
-            self._job.standing.exclude(microbatch.receiver)
-        found = pb.Verdict(checked=is_false is not None, false_answer=bool(is_false))
+    async def _judge(
+        self, stream: _ToAsker, microbatch: Microbatch, receipt: Receipt, accuser: PeerId | None
+    ) -> None:
+        is_honest, standing = await self._is_honest(microbatch, receipt), self._job.standing
+        found, liar = pb.Verdict(honest=bool(is_honest)), accuser if is_honest else None
+        if is_honest is False:
+            found.accusation = standing.sign(receipt.accusation(microbatch.subject(self._job.id)))
+            liar = microbatch.receiver
+        if liar is not None and liar != self._job.workers.me:
+            standing.exclude(liar)
         await stream.send(pb.AuditReply(verdict=found))
 
-    async def _is_false(self, microbatch: Microbatch, receipt: Receipt) -> bool | None:
-        """Return whether a receipt is false.
+    async def _is_honest(self, microbatch: Microbatch, receipt: Receipt) -> bool | None:
+        """Return whether this worker finds the answer of a receipt.
 
-        None if that cannot be known: neighbours do not give the tensors, or this worker has another
-        state.
+        None if that cannot be known: neighbours do not give the tensors, this worker has another
+        state, or rounding may explain the difference.
         """
         before, after = microbatch.sender, microbatch.onward().receiver
         passes, fetch = self._passes, partial(self._fetch, microbatch)
@@ -158,12 +184,15 @@ class StageAuditor:
             if answer is None:
                 return None
             if tuple(map(tensor_hash, answer)) == (receipt.outputs, receipt.grad_inputs):
-                return False
-            outputs = await fetch(after, receipt.outputs, gradient=False)
-            grad_inputs = await fetch(before, receipt.grad_inputs, gradient=True)
-            return not await self._turns.run(
-                lambda: passes.agree(answer, (outputs, grad_inputs), receipt.bits)
-            )
+                is_honest: bool | None = True
+            else:
+                outputs = await fetch(after, receipt.outputs, gradient=False)
+                grad_inputs = await fetch(before, receipt.grad_inputs, gradient=True)
+                is_honest = await self._turns.run(
+                    lambda: passes.agree(answer, (outputs, grad_inputs), receipt.bits)
+                )
+            # a finer arithmetic may find a lie where a coarser one finds the same answer
+            return is_honest and (passes.trainer.bits >= receipt.bits or None)
         except SwarmnetError:
             return None
 

@@ -34,7 +34,7 @@ from swarmnet_protocols.machine.aio import News, all_of, cancel, in_background, 
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import STEP
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.training.pipeline.audits import Accusations, audited_share, is_odd
+from swarmnet_protocols.training.pipeline.audits import Accusations, AuditDraws, is_odd, stretch
 from swarmnet_protocols.training.pipeline.chains import (
     MAX_OPEN,
     OPEN_HERE,
@@ -112,8 +112,6 @@ class _Step:
         """False until an evaluation after the round has ended."""
         self.told: dict[tuple[int, PeerId], asyncio.Task[None]] = {}
         self.audits: list[asyncio.Task[None]] = []
-        self.tried: set[int] = set()
-        """Microbatches that have been sent."""
         self.states: dict[int, dict[PeerId, bytes]] = {}
         """The state that each worker of a stage computed with."""
         self.news = News()
@@ -140,6 +138,7 @@ class MicrobatchOrigin:
         self._job = job
         self._standing = job.standing
         self._accusations = Accusations()
+        self._draws = AuditDraws(job.standing.rng)
         self._electors: tuple[PeerId, ...] = ()
         """The origins that counted in the last round."""
         self._batch = batch
@@ -162,7 +161,12 @@ class MicrobatchOrigin:
         await self._bring_all_home(step, 0)
         await step.news.until(lambda: step.ledger.is_confirmed)
         tokens = sum(step.ledger.tokens.values())
-        await self._compute(lambda: self._passes.settle_own(tokens))
+        me = self._job.transport.peer_id
+        own = [
+            (MicrobatchId(round, me, number), batch, step.begun[number], step.home[number])
+            for number, batch in step.batches.items()
+        ]
+        await self._compute(lambda: self._passes.settle_own(tokens, own))
 
     async def steps(self, round: int, slot: int, first: int, end: int) -> StepReport:
         """Take the inner steps [first, end) of a round, each with the microbatches of a batch."""
@@ -283,6 +287,9 @@ class MicrobatchOrigin:
         step.begin(dict(enumerate(batches, inner * len(batches))))
         await self._all_of(step, partial(self._bring_home, step))
         await asyncio.gather(*step.audits)
+        for stage, states in list(step.states.items()):
+            for peer in [each for each in states if is_odd(states, each) or each in self._standing.excluded]:
+                await self._spawn(step, stage, peer, set(step.ledger.listed(peer)))
         for stage, peer in step.used:
             self._tell(step, stage, peer)
 
@@ -327,14 +334,11 @@ class MicrobatchOrigin:
         while True:
             chain = await self._complete(step.round, chain)
             addresses = self._workers.addresses(1, chain[0])
-            sent, again = Microbatch(id, 1, chain, tokens, step.is_evaluation), number in step.tried
-            step.tried.add(number)
+            sent = Microbatch(id, 1, chain, tokens, step.is_evaluation)
             size_bytes = self._passes.boundary.answer_bytes(sent)
             try:
-                gradient, receipts = await self._client.gradient(
-                    sent, addresses, outputs or b"", size_bytes, again=again
-                )
-                self._check(step, sent, receipts, gradient)
+                gradient, receipts = await self._client.gradient(sent, addresses, outputs or b"", size_bytes)
+                self._check(step, sent, receipts)
             except StageFailed as failed:
                 chain = self._without(chain, failed, blamed)
                 continue
@@ -345,48 +349,43 @@ class MicrobatchOrigin:
 
     # ---- audits -------------------------------------------------------------------------------
 
-    def _check(
-        self, step: _Step, microbatch: Microbatch, receipts: Sequence[Receipt], gradient: Buffer
-    ) -> None:
+    def _check(self, step: _Step, microbatch: Microbatch, receipts: Sequence[Receipt]) -> None:
         """Check the receipts of a microbatch that is home, and start audits of some.
 
-        Receipts that disagree are not audited: others computed the microbatch before. Raises
-        ``StageFailed`` if a worker computed with another state than most of its stage.
+        Raises ``StageFailed`` if the last worker sent something else than it says, or if a worker
+        computed with another state than most of its stage.
         """
         home = step.home[microbatch.id.number]
         if not (self._client.signed and microbatch.has_receipts):
             return
-        try:
-            microbatch.check_receipts(
-                receipts, self._job.id, step.begun[microbatch.id.number].outputs or b"", gradient
-            )
-        except ProtocolViolation:
-            return
         answered = (tensor_hash(home.inputs or b""), tensor_hash(home.grad_inputs or b""))
         if answered != (receipts[-1].outputs, receipts[-1].grad_outputs):
-            return
+            raise StageFailed(len(receipts), f"{microbatch.chain[-1]} sent other tensors than it says")
         for stage, receipt in enumerate(receipts, 1):
             leg = replace(microbatch, stage=stage)
             states = step.states.setdefault(stage, {})
             states[leg.receiver] = receipt.state
             if is_odd(states, leg.receiver):
                 raise StageFailed(stage, f"{leg.receiver} has another state than its stage")
-            share = audited_share(len(self._workers.of(stage)), self._batch)
-            if receipt.state and self._standing.rng.random() < share:
+            answers = stretch(len(self._workers.of(stage)), self._batch * max(1, len(self._electors)))
+            if receipt.state and self._draws.draw(leg.receiver, answers):
                 step.audits.append(asyncio.create_task(self._audit(step, leg, receipt), name="audit"))
 
     async def _audit(self, step: _Step, microbatch: Microbatch, receipt: Receipt) -> None:
-        """Have one worker compute an answer again, and if it is false, all others of the stage."""
+        """Have a worker compute an answer again. If it accuses, have the whole stage compute it."""
         stage, accused = microbatch.stage, microbatch.receiver
+        ask = partial(verdict, self._job, microbatch, receipt)
         others = [peer for peer in self._workers.candidates(stage) if peer != accused]
         if accused in self._standing.excluded or not others:
             return
-        first = self._standing.rng.choice(others)
-        if await verdict(self._job, first, microbatch, receipt):
-            others.remove(first)
-            found = await all_of(*(verdict(self._job, peer, microbatch, receipt) for peer in others))
-            for peer in (first, *(peer for peer, lied in zip(others, found, strict=True) if lied)):
-                self._accuse(step, stage, peer, accused)
+        accuser = self._standing.rng.choice(others)
+        if accusation := (await ask(accuser)).accusation:
+            self._accuse(step, stage, accuser, accused)
+            judges = [accused, *(peer for peer in others if peer != accuser)]
+            found = await all_of(*(ask(peer, (accuser, accusation)) for peer in judges))
+            for peer, each in zip(judges, found, strict=True):
+                if each.honest or each.accusation:
+                    self._accuse(step, stage, peer, accuser if each.honest else accused)
 
     def _accuse(self, step: _Step, stage: int, accuser: PeerId, accused: PeerId) -> None:
         """Note that a worker excludes another one of its stage. Follow if most of them do."""
@@ -524,10 +523,11 @@ class MicrobatchOrigin:
 
         await race(hear(), say())
 
-    def _spawn(self, step: _Step, stage: int, peer: PeerId, numbers: set[int]) -> None:
+    def _spawn(self, step: _Step, stage: int, peer: PeerId, numbers: set[int]) -> asyncio.Task[None]:
         key = -stage, peer
         if (before := step.told.get(key)) is None or before.done():
             step.told[key] = asyncio.create_task(self._replace(step, stage, peer, numbers))
+        return step.told[key]
 
     async def _replace(self, step: _Step, stage: int, peer: PeerId, numbers: set[int]) -> None:
         """Have other workers of its stage compute microbatches that ``peer`` does not count."""
@@ -537,7 +537,9 @@ class MicrobatchOrigin:
                 continue
             places = list(chain)
             places[stage - 1] = PeerId("")
-            await self._travel(step, number, tuple(places))
+            gradient, _ = await self._travel(step, number, tuple(places))
+            if gradient != (begun := step.begun[number]).grad_outputs:
+                begun.grad_outputs, self._passes.is_outdated = gradient, True
             for index, worker in enumerate(step.ledger.chains[number]):
                 self._tell(step, index + 1, worker)
             await step.news.tell()

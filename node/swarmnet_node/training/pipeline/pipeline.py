@@ -373,15 +373,15 @@ class Pipeline:
             if self._inner is not None and trains_here and kept[0].grad_inputs is None:
                 await held.enter_async_context(self._inner.place())
                 held.callback(kept[0].drop_graph)
-            return kept[0].inputs is not None
+            return kept[0].has(request.begin.inputs)
 
         async def gradient(inputs: Buffer | None) -> tuple[Buffer, Sequence[Receipt]]:
             self.job.traffic.received += len(inputs or b"")
             if microbatch.is_forward_only:
                 return await self._evaluate(microbatch, inputs or b""), ()
             async with kept[0].lock:
-                if kept[0].inputs is None:
-                    kept[0].inputs = inputs
+                if inputs is not None and (kept[0].inputs is None or self._client.signed):
+                    kept[0].take(inputs)
                 try:
                     answer = await self._gradient(microbatch, kept[0])
                 except ProtocolViolation:  # these inputs
@@ -472,9 +472,8 @@ class Pipeline:
                 self._check_round(id)
                 await self._turns.run(lambda: passes.forward(kept, microbatch.sender), Pass.FORWARD)
             if kept.grad_inputs is None or kept.rest != microbatch.rest:
-                again = kept.grad_inputs is not None
-                gradient, later = await self._ask_next(microbatch, kept.outputs or b"", again=again)
-                if kept.grad_inputs is None:
+                gradient, later = await self._ask_next(microbatch, kept.outputs or b"")
+                if kept.grad_inputs is None or (gradient != kept.grad_outputs and self._client.signed):
                     self._check_round(id)
                     subject = microbatch.subject(self.job.id)
 
@@ -503,16 +502,13 @@ class Pipeline:
         return answer
 
     async def _ask_next(
-        self, microbatch: Microbatch, outputs: Buffer, *, again: bool = False
+        self, microbatch: Microbatch, outputs: Buffer
     ) -> tuple[bytearray, tuple[Receipt, ...]]:
-        """Return the next worker's answer and receipts. Raises ``StageFailed``.
-
-        ``again``: another worker has answered before.
-        """
+        """Return the next worker's answer and receipts. Raises ``StageFailed``."""
         onward = microbatch.onward()
         addresses = self._workers.addresses(onward.stage % self.job.stages, onward.receiver)
         size_bytes = self._passes.boundary.answer_bytes(onward)
-        return await self._client.gradient(onward, addresses, outputs, size_bytes, again=again)
+        return await self._client.gradient(onward, addresses, outputs, size_bytes)
 
     def _check_round(self, id: MicrobatchId) -> None:
         if self._inner is None and id.round != self._round:

@@ -10,7 +10,7 @@ All methods run on the computing thread.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
@@ -57,6 +57,16 @@ class KeptMicrobatch:
     """The inputs of ``graph``."""
     graph: torch.Tensor | None = None
     """The outputs, until the backward pass."""
+
+    def has(self, inputs_hash: bytes) -> bool:
+        """Return whether the inputs with this hash are here; if it is empty, any inputs."""
+        return self.inputs is not None and inputs_hash in {b"", tensor_hash(self.inputs)}
+
+    def take(self, inputs: Buffer) -> None:
+        """Begin with these inputs, or again if they are not those that are here."""
+        if inputs != self.inputs:
+            self.inputs, self.rest = inputs, None
+            self.outputs = self.grad_outputs = self.grad_inputs = self.leaf = self.graph = None
 
     def drop_graph(self) -> None:
         """Drop a graph that no backward pass has used, because the weights may change."""
@@ -140,6 +150,8 @@ class StagePasses:
         """The summed losses of this worker's own microbatches, by number."""
         self._accumulated: list[MicrobatchId] = []
         """The microbatches in the trainer's gradient, once for each time that they were added."""
+        self.is_outdated = False
+        """True if the gradient has a microbatch of this worker that others computed again since."""
         self._seconds = 0.0
         self._tokens = 0
         self._usual_inputs, self._usual_gradients = UsualNorms(), UsualNorms()
@@ -163,6 +175,7 @@ class StagePasses:
             self._state, self._version = state, self.trainer.version
         self.trainer.free_gradients()
         self._accumulated, self.losses, self._seconds, self._tokens = [], {}, 0.0, 0
+        self.is_outdated = False
 
     def rehearse(self) -> None:
         """Make the passes of a microbatch that nobody counts, to find out how long they take."""
@@ -195,7 +208,10 @@ class StagePasses:
         self._seconds += time.perf_counter() - started
 
     def finish(self, kept: KeptMicrobatch, gradient: Buffer, sender: PeerId | None = None) -> None:
-        """Run the graph of ``begin`` backwards, because the microbatch is home."""
+        """Run the graph of ``begin`` backwards, because the microbatch is home.
+
+        ``sender``: as in ``forward``, of ``gradient``.
+        """
         started = time.perf_counter()
         if kept.graph is not None:
             self.trainer.accumulate(kept.graph, self._decoded(gradient, self._usual_gradients, sender))
@@ -205,12 +221,16 @@ class StagePasses:
     def end(
         self, kept: KeptMicrobatch, batch: torch.Tensor, id: MicrobatchId, sender: PeerId | None = None
     ) -> None:
-        """Compute the loss of a microbatch, and the gradient of the last stage's outputs."""
+        """Compute the loss of a microbatch, and the gradient of the last stage's outputs.
+
+        ``sender``: as in ``forward``.
+        """
         if kept.grad_inputs is None and kept.inputs is not None:
             started = time.perf_counter()
             leaf = self._decoded(kept.inputs, self._usual_inputs, sender).requires_grad_()
             loss = self.trainer.end(leaf, batch)
             gradient = self.trainer.accumulate(loss, None, leaf)
+            self.is_outdated |= id.number in self.losses
             self.losses[id.number] = float(loss.detach())
             kept.grad_inputs = self.boundary.gradient(gradient, id, 0)
             self._seconds += time.perf_counter() - started
@@ -236,6 +256,9 @@ class StagePasses:
 
         ``sender``: as in ``forward``, of ``gradient``.
         """
+        if gradient != kept.grad_outputs and kept.grad_inputs is not None:
+            kept.outputs = kept.grad_inputs = None  # a later worker was replaced
+            self.forward(kept)
         if kept.grad_inputs is None and kept.graph is not None:
             started = time.perf_counter()
             decoded = self._decoded(gradient, self._usual_gradients, sender)
@@ -285,10 +308,10 @@ class StagePasses:
         encoded = self.boundary.gradient(grad_inputs, id, self.trainer.stage)
         return self.boundary.outputs(outputs, ids), encoded
 
-    def agree(self, mine: Sequence[Buffer], theirs: Sequence[Buffer], bits: int) -> bool:
+    def agree(self, mine: Sequence[Buffer], theirs: Sequence[Buffer], bits: int) -> bool | None:
         """Return whether two answers differ by no more than the arithmetic explains.
 
-        ``bits``: precision of the other worker, as its receipt says.
+        None if that is uncertain. ``bits``: precision of the other worker, as its receipt says.
         """
         trainer = self.trainer
         tolerance = Tolerance.of(
@@ -298,10 +321,8 @@ class StagePasses:
             self.boundary.width,
             routed=trainer.is_routed,
         )
-        pairs = zip(mine, theirs, strict=True)
-        return all(
-            tolerance.allows(self.boundary.decode(one), self.boundary.decode(other)) for one, other in pairs
-        )
+        found = [tolerance.agree(*map(self.boundary.decode, pair)) for pair in zip(mine, theirs, strict=True)]
+        return False if False in found else None if None in found else True
 
     def settle(
         self, counted: Mapping[MicrobatchId, int], kept: Mapping[MicrobatchId, KeptMicrobatch]
@@ -321,8 +342,24 @@ class StagePasses:
                     self.backward(again, gradient, id)
         self.trainer.report = StepReport(0.0, sum(counted.values()), self._seconds)
 
-    def settle_own(self, tokens: int) -> None:
-        """Report the gradient of this worker's own microbatches, which are all home."""
+    def settle_own(
+        self,
+        tokens: int,
+        own: Iterable[tuple[MicrobatchId, torch.Tensor, KeptMicrobatch, KeptMicrobatch]] = (),
+    ) -> None:
+        """Report the gradient of this worker's own microbatches, which are all home.
+
+        ``own``: their data, and what is kept of each on its way out and home. They are computed
+        again if the gradient is outdated.
+        """
+        if self.is_outdated:
+            self.trainer.free_gradients()
+            self.losses = {}
+            for id, batch, begun, home in own:
+                again = KeptMicrobatch(inputs=home.inputs)
+                self.begin(again, batch)
+                self.end(again, batch, id)
+                self.finish(again, begun.grad_outputs or b"")
         self._tokens = tokens
         self.trainer.report = StepReport(sum(self.losses.values()) / max(1, tokens), tokens, self._seconds)
 

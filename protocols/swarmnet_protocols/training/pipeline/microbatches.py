@@ -202,14 +202,11 @@ class MicrobatchClient:
         addresses: Sequence[str],
         outputs: Buffer,
         size_bytes: int,
-        *,
-        again: bool = False,
     ) -> tuple[bytearray, tuple[Receipt, ...]]:
         """Return the encoded gradient of ``outputs`` from the receiver of ``microbatch``.
 
         Also return the receipts of the receiver and the workers after it. ``size_bytes``: the size
-        of the gradient. ``again``: the receipts may disagree, because other workers computed the
-        microbatch before. Raises ``StageFailed``.
+        of the gradient. Raises ``StageFailed``.
         """
         try:
             stream = await MICROBATCH.open(
@@ -219,7 +216,7 @@ class MicrobatchClient:
                 answer, receipts = await self._ask(stream, microbatch, outputs, size_bytes)
             finally:
                 stream.close()
-            if self.signed and not again:
+            if self.signed:
                 microbatch.check_receipts(receipts, self.job, outputs, answer)
             return answer, receipts
         except StageFailed:
@@ -231,7 +228,10 @@ class MicrobatchClient:
     async def _ask(
         self, stream: ToNext, microbatch: Microbatch, outputs: Buffer, size_bytes: int
     ) -> tuple[bytearray, tuple[Receipt, ...]]:
-        await stream.send(pb.MicrobatchRequest(begin=microbatch_to_wire(self.job, microbatch)))
+        begin = microbatch_to_wire(self.job, microbatch)
+        if self.signed and not microbatch.is_forward_only:
+            begin.inputs = tensor_hash(outputs)
+        await stream.send(pb.MicrobatchRequest(begin=begin))
         reply, _ = await stream.receive()
         if not reply.HasField("admitted"):
             raise _failure(reply, microbatch)

@@ -23,6 +23,7 @@ HASH_BYTES = 32
 LEAST_BITS, MOST_BITS = 8, 24
 """Significant bits of bfloat16 and of float32."""
 _DOMAIN = b"swarmnet-receipt-1"
+_ACCUSATION = b"swarmnet-accusation-1"
 
 
 def tensor_hash(data: Buffer) -> bytes:
@@ -51,6 +52,13 @@ class Receipt:
 
     def is_signed(self, subject: bytes, worker: PeerId) -> bool:
         return verify(public_key_of(worker), self.signature, self.signed_bytes(subject))
+
+    def accusation(self, subject: bytes) -> bytes:
+        """Return the bytes that a worker signs to say that this receipt is false."""
+        return _ACCUSATION + self.signed_bytes(subject)
+
+    def is_accused(self, subject: bytes, accuser: PeerId, signature: bytes) -> bool:
+        return verify(public_key_of(accuser), signature, self.accusation(subject))
 
 
 def check_receipts(
