@@ -17,8 +17,10 @@ import psutil
 import pytest
 import torch
 
+from swarmnet.gateway.batches import store
 from swarmnet.gateway.routing.router import FEATURES, Router
 from swarmnet_protocols.models import resolve
+from tests.support.models.peft_oracle import with_lora
 from tests.support.processes.commands import LOOPBACK, SWARMNET, TIMEOUT_S, RunningCommand
 from tests.support.processes.faults import kill
 from tests.support.processes.gateway_process import GatewayProcess
@@ -92,15 +94,32 @@ def test_openais_client_works_unchanged(client: Any) -> None:
         client.models.retrieve("gpt-4")
 
 
-def test_auto_is_answered_by_a_model_of_the_swarm(lab: Swarm, tmp_path: Path) -> None:
+def test_an_endpoint_of_a_swarm_has_auto_adapters_and_batches(lab: Swarm, tmp_path: Path) -> None:
+    whole = resolve(MODEL, cache_dir=lab.cache_dir).load_whole(
+        dtype=torch.float32, device=torch.device("cpu")
+    )
+    with_lora(whole, ["q_proj", "v_proj"]).save_pretrained(tmp_path / "law")
+    law, adapter = f"{MODEL}:law", ("--adapter", f"{MODEL}:law={tmp_path / 'law'}")
     file = tmp_path / "router.safetensors"
     Router((MODEL, "a model that nobody hosts"), np.zeros((2, FEATURES), np.float32)).write(file)
     with (
-        GatewayProcess(lab, "--router", str(file), all_models=True) as process,
+        GatewayProcess(lab, "--router", str(file), *adapter, all_models=True) as process,
         process.openai() as client,
     ):
-        assert [model.id for model in client.models.list()] == [MODEL, "auto"]
-        assert client.chat.completions.create(**{**STORY, "model": "auto", "max_tokens": 4}).model == MODEL
+        assert [model.id for model in client.models.list()] == [MODEL, law, "auto"]
+        asked = {**STORY, "model": "auto", "max_tokens": 4}
+        plain = client.chat.completions.create(**asked)
+        assert plain.model == MODEL
+        tuned = client.chat.completions.create(**{**asked, "model": law})
+        assert (tuned.model, tuned.choices == plain.choices) == (law, False)
+        line = json.dumps({"custom_id": "one", **asked, "model": law}).encode()
+        sent = client.files.create(file=("prompts.jsonl", line), purpose="batch")
+        path = "/v1/chat/completions"
+        batch = client.batches.create(input_file_id=sent.id, endpoint=path, completion_window="24h")
+        while batch.status in store.UNFINISHED:
+            batch = client.batches.retrieve(batch.id)
+        answer = json.loads(client.files.content(batch.output_file_id).text)["response"]["body"]
+        assert answer["choices"][0]["message"]["content"] == tuned.choices[0].message.content
 
 
 def test_langchain_works_unchanged(gateway: GatewayProcess) -> None:
