@@ -212,20 +212,6 @@ def test_a_lying_auditor_is_excluded(tmp_path: Path) -> None:
     check_alone_excluded(lab)
 
 
-@pytest.mark.thorough
-def test_a_liar_that_shuts_a_mate_out_is_excluded(tmp_path: Path) -> None:
-    """It leads its stage, and leaves an honest mate out of each group. The mate still judges."""
-    lab = liar_lab(tmp_path)
-    shut_out = min(STAGE - {LIAR})
-
-    def lead_alone() -> None:
-        lie_with(lab.pipeline(LIAR), "sign flip")
-        lab.workers[LIAR]._matchmaking._is_excluded = lambda peer: peer == lab.peer(shut_out)
-
-    lab.train(lead_alone)
-    check_alone_excluded(lab)
-
-
 def believe_one(patch: Patch) -> None:
     patch.setattr(Accusations, "accuse", lambda *_: True)
 
