@@ -28,10 +28,14 @@ def kill_at(lab: StageLab, arriving: str, message: int, victim: str, killed: lis
         nonlocal seen
         ends = {delivery.source, delivery.target}
         seen += me in ends
-        if seen == message and me in ends and not killed:
-            peer = me if victim == "itself" else (ends - {me}).pop()
-            killed.append(next(name for name in lab.events if lab.peer(name) == peer))
-            asyncio.get_running_loop().call_soon(lab.crash, killed[-1])
+        if seen < message or me not in ends or killed:
+            return
+        peer = me if victim == "itself" else (ends - {me}).pop()
+        name = next(name for name in lab.events if lab.peer(name) == peer)
+        part = lab.workers[name]._stages
+        if part is None or not part.copies.has_copy:  # otherwise the state may be lost (0171)
+            killed.append(name)
+            asyncio.get_running_loop().call_soon(lab.crash, name)
 
     lab.network.observers.append(observe)
 
