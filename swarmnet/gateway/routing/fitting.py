@@ -10,12 +10,12 @@ minimum.
 """
 
 import math
+from binascii import crc32
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
-from zlib import crc32
 
 import numpy as np
 from pydantic import Field, ValidationError

@@ -13,11 +13,11 @@ CARROT does (Somerstep et al. 2025).
 import json
 import math
 import re
+from binascii import crc32
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
 from safetensors import SafetensorError, safe_open

@@ -63,8 +63,8 @@ def test_auto_names_the_chosen_model_in_every_protocol(tiny: Reference, beta: Re
             *_, listed = (await caller.http.get("/v1/models")).json()["data"]
             assert (listed["id"], listed["available"]) == ("auto", True)
             assert (await caller.http.get("/v1/models/auto")).json() == listed
-            assert (await caller.http.get("/api/tags")).json()["models"][-1]["name"] == "auto"
-            assert (await answer(caller, "/api/show"))["name"] == "auto"
+            assert (await caller.http.get("/api/tags")).json()["models"][-1]["name"] == "auto:latest"
+            assert (await answer(caller, "/api/show"))["name"] == "auto:latest"
             embedding = await caller.post("/v1/embeddings", {"model": "auto", "input": "w5"})
             assert refused(embedding) == (404, "model", "model_not_found")
 

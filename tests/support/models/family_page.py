@@ -52,10 +52,10 @@ of a published one and smaller dimensions, and tensors by the names that transfo
 writes. Which quantised checkpoints are read is on [another
 page](../protocols/swarmnet_protocols/models/README.md).
 
-A family that is not listed works as a directory if its decoder consists of embeddings, layers and a
-final norm, and if its layers keep keys, values and recurrent states in transformers' cache. Any
-other family is refused when its files are read, or when a host loads its blocks. A gguf file of an
-architecture that is not listed is refused: use the directory.
+A family that is not listed works as a directory under two conditions. Its decoder consists of
+embeddings, layers and a final norm. Its layers keep keys, values and recurrent states in
+transformers' cache. Any other family is refused when its files are read, or when a host loads its
+blocks. A gguf file of an architecture that is not listed is refused: use the directory.
 
 If a key, a setting or a tensor changes answers and is not read, the file is refused by its name
 ([0101](decisions/0101-gguf-completely-or-refused.md),

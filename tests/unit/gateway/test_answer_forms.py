@@ -62,11 +62,9 @@ class Speaker:
         self.compiler = GrammarCompiler(vocabulary)
         self._ends = vocabulary.end_ids
         added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        special = {each.content: token for token, each in added.items() if token not in self._ends}
-        self.literals = Literals(
-            {text: token for text, token in special.items() if self.compiler.is_special(token)}
-        )
-        self._marks = {token: text for text, token in special.items()}
+        special = {each.content: token for token, each in added.items() if self.compiler.is_special(token)}
+        self.literals = Literals(special)
+        self._added = {token: each.content for token, each in added.items()}
 
     def answer(
         self, chat: ChatPrompt, form: AnswerForm, seed: int, begins: str = ""
@@ -87,7 +85,10 @@ class Speaker:
                 break
             found = state.accept([token], force=True)
             ids, is_last = [*ids, token, *found.forced], found.is_last
-        detokenizer = IncrementalDetokenizer(self.tokenizer, (), self._marks)
+        marks = {
+            token: text for token, text in self._added.items() if any(text in mark for mark in form.marks)
+        }
+        detokenizer = IncrementalDetokenizer(self.tokenizer, (), marks)
         reader = AnswerReader(0, form, calls=True, strings=STRINGS)
         events: list[Delta] = []
         for token in ids:

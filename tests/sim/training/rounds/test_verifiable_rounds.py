@@ -229,8 +229,9 @@ def test_workers_exclude_liars_and_train_on(
         rounds = [event for event in lab.events[name] if event["event"] == "round"]
         refuted = {each["peer_id"] for event in rounds for each in event["excluded"]}
         assert refuted >= liars
-        assert rounds[-1]["committed"]
-        assert set(rounds[-1]["contributors"]) == {lab.peer(each) for each in good}
+        for event in rounds[-2:]:  # a liar that nobody excludes contributes to every other round
+            assert event["committed"]
+            assert set(event["contributors"]) == {lab.peer(each) for each in good}
         saved = CheckpointStore(lab.folder / name).load_newest(open_job(lab.sealed).id)
         assert saved is not None
         assert saved.parameters.abs().max() < 100
