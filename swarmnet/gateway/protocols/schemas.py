@@ -422,11 +422,21 @@ class AgentTool(OpenModel):
 
 
 def _own(tools: Any) -> Any:
-    """Leave out the tools that the servers of OpenAI or Anthropic run: they do not exist here."""
+    """Leave out the tools that the servers of OpenAI or Anthropic run: they do not exist here.
+
+    OpenAI's ``custom`` tools take free text, and are left out, too. Anthropic's ``custom`` tools
+    have a schema.
+    """
     if not isinstance(tools, list):
         return tools
-    own = ("function", "custom")
-    return [each for each in tools if not isinstance(each, dict) or each.get("type", own[0]) in own]
+
+    def is_own(tool: Any) -> bool:
+        if not isinstance(tool, dict):
+            return True  # validation refuses it
+        kind = tool.get("type") or "function"
+        return kind == "function" or (kind == "custom" and "input_schema" in tool)
+
+    return [*filter(is_own, tools)]
 
 
 AgentTools = Annotated[list[AgentTool], Field(fail_fast=True), BeforeValidator(_own), at_most(MAX_TOOLS)]

@@ -5,7 +5,9 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
+from swarmnet.gateway.protocols.schemas import AgentTools
 from tests.support.models.letters import load_letters
 from tests.support.swarm.gateway import Caller, events_of, served
 from tests.support.swarm.swarm_lab import Lab, Reference
@@ -75,6 +77,19 @@ def test_messages_and_responses_call_a_tool_and_take_its_result(letters: Referen
         assert after["usage"]["input_tokens"] > answer["usage"]["input_tokens"]
 
     served(letters, scenario)
+
+
+def test_tools_of_servers_and_of_free_text_are_left_out() -> None:
+    tools = [
+        {"name": "anthropic", "input_schema": SCHEMA},
+        {"type": "custom", "name": "also anthropic", "input_schema": SCHEMA},
+        {"type": "function", "name": "openai", "parameters": SCHEMA},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+        {"type": "web_search"},
+        {"type": "bash_20250124", "name": "bash"},
+    ]
+    found: list[Any] = TypeAdapter(AgentTools).validate_python(tools)
+    assert [each.name for each in found] == ["anthropic", "also anthropic", "openai"]
 
 
 FUNCTION = {"type": "function", "function": {**TOOL, "parameters": SCHEMA}}
