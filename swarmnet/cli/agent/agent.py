@@ -27,7 +27,7 @@ from swarmnet.resident import Resident, find
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 
 ASK_S = 10.0
-"""Seconds within which a running endpoint must name its model."""
+"""Seconds within which a running endpoint must list its models."""
 MAX_LIST_BYTES = 1 << 20
 """Most bytes that are read of the endpoint's list of models."""
 STOP_S = 5.0
@@ -155,8 +155,13 @@ def _served(resident: Resident, name: str) -> Served:
             connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {resident.key}"})
             listed = json.loads(connection.getresponse().read(MAX_LIST_BYTES))["data"]
         usable = [each for each in listed if each["available"] and each["max_model_len"]]
+        if not usable:
+            raise Unreachable(
+                f"no model of the endpoint at {resident.url} answers now",
+                hint="`swarmnet models --swarm SWARM` lists the models and what they lack",
+            )
         named = [each for each in usable if name in ("", each["id"])]
-        if usable and not named:
+        if not named:
             known = ", ".join(str(each["id"]) for each in usable)
             raise ConfigError(
                 f"the endpoint at {resident.url} has no model {name!r} now", hint=f"use one of {known}"
@@ -165,6 +170,6 @@ def _served(resident: Resident, name: str) -> Served:
         return Served(resident.url, resident.key, str(found["id"]), int(found["max_model_len"]))
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
         raise Unreachable(
-            f"the endpoint at {resident.url} does not name its model: {error}",
+            f"the endpoint at {resident.url} does not list its models: {error}",
             hint="look at the terminal in which it runs",
         ) from error

@@ -3,10 +3,11 @@
 import json
 import os
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -25,9 +26,11 @@ exit {EXIT}
 
 
 class Models(BaseHTTPRequestHandler):
+    contexts: Mapping[str, int] = MappingProxyType({"tiny": 8192, "small": 4096})
+
     def do_GET(self) -> None:
         is_right = self.headers["authorization"] == f"Bearer {KEY}"
-        contexts = {"tiny": 8192, "small": 4096} if is_right else {}
+        contexts = self.contexts if is_right else {}
         about = [
             {"id": name, "max_model_len": context, "available": True} for name, context in contexts.items()
         ]
@@ -97,6 +100,14 @@ def test_an_agent_uses_the_model_that_is_named(
     assert "openai/small" in (tmp_path / "arguments").read_text().splitlines()
     assert cli.execute(["agent", "aider", "--model", "other"]) == 3
     assert "use one of tiny, small" in capfd.readouterr().err
+
+
+def test_an_agent_does_not_start_without_a_model_that_answers(
+    url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Models, "contexts", {})
+    assert cli.execute(["agent", "aider"]) != EXIT
+    assert f"no model of the endpoint at {url} answers now" in capfd.readouterr().err
 
 
 def test_an_agent_is_told_when_the_model_is_too_small(url: str, capfd: pytest.CaptureFixture[str]) -> None:
