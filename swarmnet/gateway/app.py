@@ -16,7 +16,7 @@ A generation request passes these steps, the cheapest first, so that a refusal c
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -37,6 +37,7 @@ from swarmnet.gateway.generation.events import Usage
 from swarmnet.gateway.generation.generation import Generation
 from swarmnet.gateway.generation.requests import ChatPrompt, GenerationRequest, Prompt
 from swarmnet.gateway.generation.sequence_requests import prepare_prompts, sequence_requests
+from swarmnet.gateway.model_life import ModelLife
 from swarmnet.gateway.models import ModelEntry, ModelTable, OpenedModel
 from swarmnet.gateway.own_answers import OwnRequest, answer_own, check_key
 from swarmnet.gateway.page import STATIC
@@ -167,8 +168,8 @@ class Gateway:
     def line_answerer(self, account: Account, places: asyncio.Semaphore | None = None) -> LineAnswerer:
         """Return the answerer of a batch's lines.
 
-        ``places``: for lines that are answered at a time; by default ``AT_ONCE``, for all accounts
-        together.
+        ``places``: bounds the lines that are answered at a time. Without it, all accounts share
+        ``AT_ONCE`` places.
         """
 
         def using(name: str, prompt: Callable[[], Prompt]) -> AbstractAsyncContextManager[OpenedModel]:
@@ -397,13 +398,15 @@ class Gateway:
             return entries
         entries = [each for each in entries if each.offer.name != AUTO]  # hosts choose any name
         auto = self.router.offer(each.offer for each in entries)
-        return entries if auto is None else [*entries, ModelEntry(auto, entries[0].life)]
+        if auto is None:
+            return entries
+        # never opens: a request for auto opens the model that the router chooses
+        return [*entries, ModelEntry(auto, ModelLife(AUTO, lambda: nullcontext({})))]
 
     def _find(self, name: str) -> ModelEntry:
         """Return a model of the list. Raises ``ApiError`` for an unknown name."""
-        return next((each for each in self._listed() if each.offer.name == name), None) or self.models.find(
-            name
-        )
+        found = next((each for each in self._listed() if each.offer.name == name), None)
+        return found or self.models.find(name)
 
     def _model_object(self, entry: ModelEntry) -> dict[str, Any]:
         return {

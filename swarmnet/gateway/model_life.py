@@ -92,7 +92,8 @@ class ModelLife(Generic[T]):
         Raises ``Overloaded`` if too many requests wait for the model, ``ApiError`` if it opens too
         slowly, and the errors of opening it.
         """
-        if self.opened is None and self._users >= MAX_WAITING:
+        is_waiting = self.opened is None or self._closing.is_set()
+        if is_waiting and self._users >= MAX_WAITING:
             raise Overloaded(RETRY_S)
         self._users += 1
         try:

@@ -196,10 +196,11 @@ class ModelTable:
         if found:
             return self.entries[min(found, key=lambda offer: bool(offer.missing)).name]
         names = sorted(self.entries)
-        here = ", ".join(repr(each) for each in names[:MAX_LISTED]) or "none: nobody hosts a model"
+        here = ", ".join(repr(each) for each in names[:MAX_LISTED])
         more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-        message = f"there is no model {name[:200]!r} here, only {here}{more}"
-        message += "; a router chooses for it: serve --router FILE" if name == AUTO else ""
+        known = f"only {here}{more}" if names else "because nobody hosts a model now"
+        message = f"there is no model {name[:200]!r} here, {known}"
+        message += "; it needs a router: serve --router FILE" if name == AUTO else ""
         raise ApiError(404, message, "model_not_found", param="model")
 
     @asynccontextmanager
@@ -263,8 +264,8 @@ class ModelTable:
         return await stack.enter_async_context(self._opener(offer, reserve))
 
     def _to_close(self, needed: int = 0) -> list[ModelLife[dict[str, OpenedModel]]] | None:
-        """Return the models to close, now or for ``needed`` more bytes. None if these have no
-        room."""
+        """Return the models to close: those idle for long, and others for ``needed`` more bytes.
+        None if the bytes find no room."""
         lives, now_s = self._lives, asyncio.get_running_loop().time()
         found = to_close([life.held for life in lives], now_s, self._max_bytes, needed)
         return None if found is None else [lives[at] for at in found]
