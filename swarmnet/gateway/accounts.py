@@ -46,8 +46,8 @@ class Quota:
 class RunningRequest:
     """A request that is being answered.
 
-    ``path``: the endpoint it came to. ``created``: seconds since the epoch. ``is_listed``: whether
-    its key sees it. Lines of batches are not listed.
+    ``path``: the path of its endpoint. ``created``: seconds since the epoch. ``is_listed``: False
+    for a line of a batch, which ``/v1/usage`` leaves out.
     """
 
     path: str
@@ -73,7 +73,7 @@ class RunningRequest:
 class Account:
     """What one key may use, runs, has used and keeps.
 
-    1. ``check`` refuses a key without quota before its request is read.
+    1. ``check`` refuses a key that has used up its quota, before its request is read.
     2. ``admitted`` counts a request in the quota. ``admitted_later`` waits for the quota.
     3. ``running`` counts the request and its tokens as used.
     """
@@ -89,7 +89,7 @@ class Account:
         self._begun = {True: 0, False: 0}
         """Choices that have begun and not ended: of batches, and of all other requests."""
         self._turn = asyncio.Lock()
-        """Held by the line of a batch that has its turn to wait for the quota."""
+        """Held by the one line of a batch that waits for the quota. Others wait for the lock."""
         self._released = asyncio.Event()
         self._requests = 0
         self._ended = Usage()
@@ -162,8 +162,8 @@ class Account:
         self._choices.spend(1, _now())
 
     def cancel(self, request_id: str) -> None:
-        """End a running request with an error. Raises ``ApiError`` if this key has none with this
-        id."""
+        """End a running request with an error. Raises ``ApiError`` if this key runs no request with
+        this id."""
         if (found := self._running.get(request_id)) is None:
             message = f"this key has no running request {request_id[:64]!r}: GET /v1/usage lists them"
             raise ApiError(404, message, "request_not_found")
@@ -192,8 +192,8 @@ class Account:
     def _refusal(self, choices: int, leave: float = 0.0) -> ApiError | None:
         """Return why ``choices`` choices cannot begin now, or None if they can.
 
-        ``leave``: the share of the quota that is left to others; more than 0 for batches, for which
-        all choices count that have begun.
+        ``leave``: the share of the quota to leave to other requests. Above 0 for a batch, which
+        counts all choices that have begun. A request does not count the choices of batches.
         """
         most, begun = self._quota.concurrent, self._begun[False] + (self._begun[True] if leave else 0)
         if most is not None and begun + choices > most:
@@ -222,7 +222,7 @@ class Account:
 
 
 class KeyAccounts(dict[str, Account]):
-    """The accounts of all keys by their names. There are as many as the gateway was given keys."""
+    """The accounts by the names of their keys: of the gateway's keys, and of keys with files here."""
 
     def __init__(self, quota: Quota, clock: Callable[[], float]) -> None:
         """``clock``: seconds since the epoch."""

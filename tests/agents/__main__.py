@@ -8,7 +8,7 @@ The demo's model is too small to choose a tool by itself, so it learns to:
 2. ``swarmnet tune`` trains an adapter on these conversations, through the hosts of ``swarmnet demo
    --keep``.
 3. ``swarmnet serve`` offers the adapter. ``swarmnet agent`` starts each agent again, in a folder
-   whose file has a random name. An answer of the tool alone can tell it.
+   whose file has a random name. Only the tool's answer tells this name.
 
 Prints JSON, a line for each agent. The agents are looked for on PATH.
 """

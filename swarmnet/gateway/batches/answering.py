@@ -34,10 +34,10 @@ TRIES = 3
 class LineAnswerer:
     """Answers single lines with the models that they name.
 
-    - ``using``: opens a model by its name, which may be ``auto``, for a prompt.
+    - ``using``: opens a model by its name. For ``auto``, the prompt decides which model.
     - ``usual_name``: the model of lines that name none.
     - ``account``: pays for the answers, and owns the KV caches that prompts may share.
-    - ``places``: for answers that are computed at a time, also of other keys.
+    - ``places``: bounds the answers that are computed at a time. Keys may share it.
     """
 
     using: Callable[[str, Callable[[], Prompt]], AbstractAsyncContextManager[OpenedModel]]
@@ -55,6 +55,7 @@ class LineAnswerer:
         endpoint: GenerationEndpoint[Any] = ENDPOINTS[line.url]
         try:
             body = validated({"model": self.usual_name, **line.body}, endpoint.body)
+            # checks the line before its model opens, which has a usual sampling of its own
             wanted = endpoint.request(body, USUAL_SAMPLING)
             if wanted.stream:
                 raise ApiError(400, "a batch has no streams", "invalid_value", param="stream")

@@ -44,7 +44,7 @@ class BatchQueue:
     parser: BodyParser
     clock: Callable[[], float]
     cancelled: News = field(default_factory=News)
-    """Told when a batch is cancelled."""
+    """Tells tasks that a batch was cancelled."""
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     @asynccontextmanager

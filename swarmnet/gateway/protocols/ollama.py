@@ -61,7 +61,7 @@ API_VERSION = "0.12.0"
 FOREVER = datetime(9999, 1, 1, tzinfo=UTC).isoformat()
 
 TAG = ":latest"
-"""The tag of a name without one. Ollama lists names with tags, and some clients of it, such as Open
+"""The tag of a name without one. Ollama lists names with tags. Some of its clients, such as Open
 WebUI, find a model only by a name with a tag."""
 Model = Annotated[str, AfterValidator(lambda name: name.removesuffix(TAG))]
 

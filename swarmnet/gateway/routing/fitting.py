@@ -45,7 +45,9 @@ L2 = 1.0
 """Strength of the pull towards equal models. With less, words that occur once decide. With more,
 the router sees the usual winner only."""
 NEWTON_STEPS = 12
+"""Most steps of Newton's method. It ends earlier when no weight changes by ``TOLERANCE``."""
 SOLVER_STEPS = 60
+"""Most steps of conjugate gradients for one step of Newton's method."""
 TOLERANCE = 1e-4
 POINTS = 10
 """Prices above 0 for which the curve has a point."""

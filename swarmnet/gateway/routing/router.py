@@ -38,8 +38,8 @@ more, fitting takes more memory."""
 SCALARS = 4
 FEATURES = BUCKETS + SCALARS
 MAX_CHARS = 4096
-"""Characters of a question that count: its first and its last half of them. To hash as many takes
-about a millisecond of the event loop."""
+"""Most characters of a question that count: one half from its beginning, the other from its end.
+Hashing them takes about a millisecond of the event loop."""
 PIECE = 4
 """Characters of a piece of a word. Pieces tell languages and endings apart, as words do not."""
 MAX_MODELS = 64
