@@ -222,7 +222,7 @@ class Account:
 
 
 class KeyAccounts(dict[str, Account]):
-    """The accounts by the names of their keys: of the gateway's keys, and of keys with files here."""
+    """The accounts by the names of their keys: the gateway's keys, and keys with files on disk."""
 
     def __init__(self, quota: Quota, clock: Callable[[], float]) -> None:
         """``clock``: seconds since the epoch."""

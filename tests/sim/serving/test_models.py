@@ -14,10 +14,10 @@ import pytest
 
 from swarmnet.gateway import model_life, models
 from swarmnet.gateway.errors import ApiError
-from swarmnet.gateway.model_life import IDLE_S, Held, to_close
+from swarmnet.gateway.model_life import IDLE_S, Held, ModelLife, to_close
 from swarmnet.gateway.models import LOOK_S, ModelTable, Reserve
 from swarmnet.gateway.routing.router import Router
-from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
+from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits, Overloaded
 from swarmnet_client.hosts.model_offers import DIGITS, ModelOffer, SwarmOffers, named
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_protocols.directory.catalog import CatalogModel
@@ -235,6 +235,32 @@ def test_no_model_takes_the_name_of_another() -> None:
     found = {each.name: each.manifest for each in named(offered, Rules(SWARM, Admission.OPEN))}
     assert len(found) == 3
     assert found[own] == one
+
+
+def test_few_requests_wait_for_a_model_that_closes() -> None:
+    async def scenario() -> None:
+        may_close = asyncio.Event()
+
+        @asynccontextmanager
+        async def opening() -> AsyncIterator[str]:
+            yield "open"
+            await may_close.wait()
+
+        async def use() -> str:
+            async with life.using() as opened:
+                return opened
+
+        life = ModelLife("m", opening)
+        await use()
+        life.close()
+        waiting = [asyncio.create_task(use()) for _ in range(MOST_WAITING)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await use()
+        may_close.set()
+        assert await asyncio.gather(*waiting) == ["open"] * MOST_WAITING
+
+    asyncio.run(scenario())
 
 
 @defence("few requests wait for a model to open", off=replacing(model_life, "MAX_WAITING", 1 << 30))
