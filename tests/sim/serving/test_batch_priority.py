@@ -43,7 +43,7 @@ async def start(lab: Lab, name: str, blocks: tuple[int, int]) -> None:
 
 
 def p95_next_to_a_batch(reference: Reference) -> float:
-    """The 95th percentile of the times from token to token of a caller, as a ratio to alone."""
+    """The 95th percentile of a caller's times from token to token, relative to a caller alone."""
 
     async def p95_s(model: BatchedModel) -> float:
         clock, times = asyncio.get_running_loop().time, list[float]()
