@@ -71,8 +71,9 @@ class Chain:
         self._spec = spec
         self._steps_s: list[float] = []
         self._tasks = asyncio.TaskGroup()
-        clock = asyncio.get_running_loop().time
-        self._timer = StepTimer(spec.blocks, spec.trace, clock) if spec.trace is not None else None
+        self._timer: StepTimer | None = None
+        if spec.trace is not None:
+            self._timer = StepTimer(spec.blocks, spec.trace, asyncio.get_running_loop().time)
         self._in_flight = StepsInFlight(spec.log_bytes, spec.hidden_size, give_up_idle, self._timer)
         self._supervisor = ChainSupervisor(hosts, spec, self._in_flight, self.report, embed, self._tasks)
         self._auditor = Auditor(hosts, spec, self._supervisor.repair, self.report, embed, read)

@@ -112,7 +112,7 @@ KeepStep = Callable[[TracedStep], object]
 
 
 class StepTimer:
-    """Records the times of the steps of one chain, whose hops tell it theirs."""
+    """Records the times of the steps of one chain. The hops tell it their own times."""
 
     def __init__(self, blocks: int, keep: KeepStep, clock: Callable[[], float]) -> None:
         """``keep`` gets each answered step. Hops may tell their times later. ``clock`` returns
@@ -125,11 +125,18 @@ class StepTimer:
 
     @contextlib.contextmanager
     def step(self, sent: Step) -> Iterator[None]:
-        """Record a step. The context lasts from before it is sent until its outputs have come."""
+        """Record a step. The context lasts from before it is sent until its outputs have come.
+
+        If the context ends with an error, the step is forgotten.
+        """
         sequences = frozenset(row.sequence for row in sent.rows)
         step = self._steps[sent.seq] = TracedStep(sent.seq, sent.positions, self._blocks, sequences)
         self.mark(sent.seq, Moment.ASKED)
-        yield
+        try:
+            yield
+        except BaseException:  # unanswered, the step would keep all later ones in memory
+            del self._steps[sent.seq]
+            raise
         self.mark(sent.seq, Moment.ANSWERED)
         self._keep(step)
         while len(self._steps) > MAX_KEPT and (oldest := next(iter(self._steps.values()))).is_answered:
@@ -163,7 +170,7 @@ class StepTimer:
 
 
 class Trace:
-    """The first steps of a command on all its chains, for a file."""
+    """The steps of a command on all its chains, for a file: the first ``MAX_STEPS``."""
 
     def __init__(self) -> None:
         self.steps: list[TracedStep] = []
@@ -234,7 +241,7 @@ def clock_offsets(steps: Iterable[TracedStep]) -> dict[tuple[bytes, ...], dict[b
 
 @dataclass(frozen=True)
 class HopParts:
-    """Where the time of a step went on one hop, and on the wire to it, in seconds."""
+    """The seconds of a step on one hop, and on the wire to it."""
 
     wire_s: float
     wait_s: float

@@ -237,6 +237,15 @@ def test_a_trace_has_a_limited_number_of_steps() -> None:
     assert len(timer._steps) == MOST_KEPT
 
 
+def test_a_step_that_fails_is_not_kept() -> None:
+    whole = Trace()
+    timer = StepTimer(1, whole.keep, lambda: 0.0)
+    with pytest.raises(TimeoutError), timer.step(step_of(1)):
+        raise TimeoutError
+    assert not whole.steps
+    assert not timer._steps
+
+
 @defence("a host that tells times unasked is replaced", off=overlooking(ChainSupervisor, "_record_times"))
 def test_a_host_that_tells_times_unasked_is_replaced(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
