@@ -7,6 +7,10 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_view import pair_of
 from swarmnet_protocols.routing.host_info import HostInfo
 
+BAN_S = 15.0
+"""Seconds of the ban after a host's first failure."""
+BAN_MAX_S = 240.0
+"""Longest ban in seconds, after repeated failures."""
 SEPARATED_S = 60.0
 """Seconds that two hosts are not made neighbours after they did not reach each other."""
 CONVICTED_S = 6 * 3600.0
@@ -33,12 +37,6 @@ def shortest_wait_s(
     ]
     longest_s = max(of_blocks, default=math.inf)
     return longest_s if math.isfinite(longest_s) else None
-
-
-BAN_S = 15.0
-"""Seconds of the ban after a host's first failure."""
-BAN_MAX_S = 240.0
-"""Longest ban in seconds, after repeated failures."""
 
 
 class Bans:
@@ -84,10 +82,11 @@ class Exclusions:
     def __init__(self) -> None:
         self.bans = Bans()
         self._overloaded_until: dict[PeerId, tuple[float, float]] = {}
-        """When a host may be asked again: for new work, and for work that continues an answer."""
+        """Times when a host may be asked again: for new work, and for work that continues an
+        answer."""
         self._convicted_until: dict[PeerId, float] = {}
         self._separated_until: dict[tuple[PeerId, PeerId], tuple[float, PeerId]] = {}
-        """When the separation ends, and which of the two reported that it does not reach the
+        """The end of the separation, and the host that reported that it does not reach the
         other."""
 
     def refused(self, peer: PeerId, wait_s: float, now: float, *, continues: bool = False) -> None:
