@@ -106,9 +106,10 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect tests without garbage collection. All million objects of imports and tests live until
-    the end, and looking for garbage among them takes two fifths of the time of this phase, which
-    every process of ``make test`` repeats.
+    """Collect tests without garbage collection.
+
+    A million objects of imports and tests live until the end. Looking for garbage among them takes
+    two fifths of the time of this phase, and every process of ``make test`` repeats the phase.
     """
     gc.disable()
     try:

@@ -109,8 +109,11 @@ def stages(local: LocalModel, start: int, end: int, weights: list[str]) -> dict[
 def computed(
     name: str, stage: Stage, inputs: torch.Tensor, way: str = "pass", other: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Outputs of ``inputs``: all at once as a pass does, as a session computes them (a prompt of
-    one half, then one by one), or beside ``other`` in each step ("batch")."""
+    """Return the outputs of ``inputs``, computed in one of three ways.
+
+    A pass computes all at once. A session computes a prompt of one half, then one by one. A batch
+    has ``other`` in each step, too.
+    """
     with halves() if name.endswith("/halves") else nullcontext():
         if way == "pass":
             return stage.run_sequences(inputs, (len(inputs),)).float()

@@ -7,10 +7,11 @@ Nodes for each third of the model, and one that chooses its blocks. What happens
 ``kill`` (SIGKILL), ``stop`` (SIGSTOP of both processes for some seconds), ``cut`` (SIGSTOP of p2pd
 only: connections stay open and carry nothing), ``slow`` (stopped most of the time), ``finish``, and
 ``join``; nodes that ended are started again. At least one node of each third is left alone. Clients
-are processes of their own. Prints one line of JSON: the share of answers that completed, those with
-wrong tokens, the 99th percentile of the longest stall of an answer, and memory, file descriptors
-and tasks of the first node and of a client, which live all the time, in the first and the last
-quarter.
+are processes of their own.
+
+Prints one line of JSON: the share of answers that completed, the answers with wrong tokens, and the
+99th percentile of the longest stall of an answer. The first node and one client live all the time.
+The line has their memory, file descriptors and tasks in the first and the last quarter.
 """
 
 import argparse

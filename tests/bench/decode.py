@@ -8,9 +8,10 @@ one host, against one local process and llama.cpp.
 A format names a model with the structure of Llama 3.2 1B, random weights in this format, and a
 quarter of its vocabulary.
 
-In turns: transformers in one process, in float32; the swarm; a swarm of one host; and, where
-``--llama-cpp`` names the directory of llama.cpp's programs (``make llama-bench`` builds them),
-llama.cpp in one process and through as many RPC servers as there are hops. All read the same file.
+In turns: transformers in one process, in float32; the swarm; a swarm of one host; and llama.cpp in
+one process and through as many RPC servers as there are hops. All read the same file. llama.cpp
+takes part where ``--llama-cpp`` names the directory of its programs (``make llama-bench`` builds
+them).
 
 Prints one JSON object a model. Lists have an item for each round. ``swarm_ready_s`` and
 ``swarm_mib`` are of the first host of the swarm, p2pd included.

@@ -1,5 +1,5 @@
-"""Bytes and CPU time of a client that reads the hosts of a model, in a real DHT that stores the
-records of 100, 1,000 or 10,000 hosts.
+"""Bytes and CPU time of a client that reads the hosts of a model. A real DHT stores the records of
+100, 1,000 or 10,000 hosts.
 
     python -m tests.bench.directory [--hosts 100 1000 10000] [--peers 8] [--rounds 10]
 

@@ -1,6 +1,10 @@
-"""The cost of the gateway: one stream and sixteen callers against the Python client, sixteen callers
-of four adapters against callers of the plain model, answers within a grammar, an overload of ten
-times, a thousand silent connections.
+"""The cost of the gateway.
+
+- one stream, and sixteen callers, against the Python client
+- sixteen callers of four adapters against callers of the plain model
+- answers within a grammar
+- an overload of ten times
+- a thousand silent connections
 
     python -m tests.bench.gateway [--tokens 32] [--rounds 5] [--overload-s 30]
 

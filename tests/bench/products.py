@@ -3,10 +3,10 @@ bfloat16, in turn.
 
     python -m tests.bench.products [--rows 1 4 32 128 512] [--size 2048] [--formats Q4_1 ...] [--threads 2]
 
-Prints one JSON object a format: the processor, the target that the C code is compiled for, the
-median milliseconds of reading a packed matrix from memory, and those of one product [rows, size] x
-[size, size]. ``row_over_read``: the rate at which a product of one row reads its matrix, as a part
-of the rate of reading alone.
+Prints one JSON object a format, with the processor and the target of the C code. It has the median
+milliseconds of reading a packed matrix from memory, and of one product [rows, size] x [size, size].
+``row_over_read``: the rate at which a product of one row reads its matrix, as a part of the rate of
+reading alone.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from tests.support.gguf.packed_matrices import loaded_copy, random_matrix
 
 REPEATS = 7
 COLD_BYTES = 256 << 20
-"""Total size of the matrices that products take in turn, so that each reads its matrix from memory
-and not from a cache, as in a decoder."""
+"""Total size of the matrices that products take in turn. So each product reads its matrix from
+memory and not from a cache, as in a decoder."""
 
 
 def median_ms(

@@ -2,10 +2,10 @@
 traffic is computed.
 
 Replicas are the real ones, with their trainers, methods, codecs and error feedback. An exchange is
-a butterfly, as in ``rounds.averaging``: a worker sends to every other worker that worker's slice of
-its contribution, and to all the result of its own slice, which is the encoded mean, or all
-contributions to it if the codec is sparse. Only payloads are counted. All workers compute at one
-speed and have the same link.
+a butterfly, as in ``rounds.averaging``. A worker sends to every other worker that worker's slice of
+its contribution. It sends the result of its own slice to all workers. The result is the encoded
+mean, or all contributions to the slice if the codec is sparse. Only payloads are counted. All
+workers compute at one speed and have the same link.
 """
 
 import random

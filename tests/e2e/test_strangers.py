@@ -151,8 +151,8 @@ async def refusal(stream: Stream) -> Refused:
 
 
 def test_a_client_cannot_use_a_host_as_a_port_scanner(victim: Victim, tmp_path: Path) -> None:
-    """A host dials few of many addresses that the next hop has signed, no address that it has not
-    signed, and does not report what listens there."""
+    """A host dials few of many addresses that the next hop has signed, and no other address. It
+    does not report what listens there."""
     answers: list[tuple[pb.SessionReply, float]] = []
 
     async def scenario(transport: P2pdTransport) -> None:

@@ -118,8 +118,9 @@ PEERS = 40
 def settled(liars: int) -> tuple[list[OwnCoordinate], Delay]:
     """The coordinates of ``PEERS`` peers after some minutes, and the true delays.
 
-    The first ``liars`` push honest peers apart: each answers 1 s late and claims a place beside the
-    peer that asks, on one side of half of them and on the other side of the other half.
+    The first ``liars`` push honest peers apart. Each liar answers 1 s late and claims a place next
+    to the peer that asks. It claims one side for half of the peers, and the other side for the
+    other half.
     """
     rng = random.Random(4)
     places = [[rng.gauss(0.0, 0.03) for _ in range(DIMENSIONS)] for _ in range(PEERS)]

@@ -1,9 +1,10 @@
 """Clients of a simulated swarm: each chooses chains with the real search on its own pings and
 measurements; sessions are flows.
 
-A host computes steps one after another at its speed, and steps wait only at hosts that have as much
-work as they can do (a fluid model: batches of steps absorb what is random). The waits W_h and rates
-X_k are an equilibrium of client k, whose chain has the delay Z_k and the service times D_kh:
+A host computes steps one after another at its speed. Steps wait only at hosts that have as much
+work as they can do. (This is a fluid model: batches of steps absorb what is random.) The waits W_h
+and rates X_k are an equilibrium of client k, whose chain has the delay Z_k and the service times
+D_kh:
 
     X_k = 1 / (Z_k + sum over its hosts h of (D_kh + W_h))
     sum over k of X_k D_kh <= 1, and W_h > 0 only where that is 1

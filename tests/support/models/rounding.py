@@ -1,9 +1,9 @@
 """How far results may be from each other: bounds from the number and the size of the terms.
 
-Every processor adds the terms of a product in an order of its own. By N. J. Higham, Accuracy and
-Stability of Numerical Algorithms (2nd edition, 2002), section 3.1, any order of ``n`` terms errs by
-at most n u / (1 - n u) times the sum of their absolute values, where u is the unit roundoff. A
-fixed tolerance says how one processor rounds. These bounds hold on all of them.
+Every processor adds the terms of a product in an order of its own. Any order of ``n`` terms errs by
+at most n u / (1 - n u) times the sum of their absolute values, where u is the unit roundoff (N. J.
+Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, 2002, section 3.1). A fixed
+tolerance says how one processor rounds. These bounds hold on all processors.
 """
 
 import torch

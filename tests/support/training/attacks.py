@@ -32,8 +32,8 @@ from tests.support.training.workers import write_job
 WORKERS = 16
 
 Attack = Callable[[Tensor, int, Sequence[Tensor]], Tensor]
-"""The contributions of ``bad`` workers [bad, n], computed from the honest contributions of all
-workers [workers, n], theirs first, in this round and in all earlier ones."""
+"""The contributions of ``bad`` workers [bad, n]. They are computed from the honest contributions of
+all workers [workers, n] in this round and in all earlier rounds. The bad workers come first."""
 
 
 def sign_flip(honest: Tensor, bad: int, past: Sequence[Tensor]) -> Tensor:

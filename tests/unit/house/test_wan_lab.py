@@ -22,8 +22,8 @@ def packet(source: int, target: int) -> bytes:
 
 
 async def arrivals(sink: Uplink, count: int) -> list[int]:
-    """The sources of the packets that come to host 2, while host 1 sends it ``count`` over a slow
-    uplink and then host 3 sends it one."""
+    """Return the sources of the packets that come to host 2. Host 1 sends it ``count`` packets over
+    a slow uplink, and then host 3 sends it one."""
     with contextlib.ExitStack() as stack:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(3)]
         for one, other in pairs:

@@ -1,5 +1,5 @@
-"""Hosts switch to a model that lacks hosts, or whose hosts are overloaded, as many as it needs, and
-only where their own model can spare them."""
+"""Hosts switch to a model that lacks hosts, or whose hosts are overloaded. As many switch as it
+needs, and only where their own model can spare them."""
 
 import math
 import random
