@@ -1,4 +1,4 @@
-"""How peers reach a node, in words, and what would improve it."""
+"""Words for the way in which peers reach a node, and advice to improve it."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -11,8 +11,8 @@ class Timing:
     """Timeouts and periods, in seconds. Two peers need not agree on them.
 
     The client detects a stopped hop or a cut path after ``silence_s``, and replaces it within 3 s
-    of the fault. This time covers the silence, the wait for the next check (at most ``heartbeat_s /
-    2``), and opening a stream, which may itself meet a dead peer.
+    of the fault. This time covers the silence, and the wait for the next check (at most half of
+    ``heartbeat_s``). It also covers the opening of a stream, which may itself meet a dead peer.
 
     Raises ``ConfigError`` for values that contradict each other.
     """
@@ -34,7 +34,7 @@ class Timing:
     handshake_s: float = 5.0
     """Timeout of the membership handshake, dialling included. Callers may give it less."""
     link_wait_s: float = 5.0
-    """How long a link that arrives before its session is kept."""
+    """Longest time for which a host keeps a link that arrives before its session."""
     client_silence_s: float = 30.0
     """A host ends the session of a client that was silent for this long."""
     first_step_s: float = 300.0
@@ -47,7 +47,7 @@ class Timing:
     """Longest time that decode steps may delay a waiting training pass. They may delay the next
     pass as long again."""
     recover_s: float = 12.0
-    """How long a client looks for hosts of missing blocks before it gives up."""
+    """Time for which a client looks for hosts of missing blocks before it gives up."""
     refresh_s: float = 5.0
     """Period at which a client with open sessions reads the directory."""
     ping_s: float = 1.0
@@ -72,7 +72,7 @@ class Timing:
     streams here: its machine may be busy.
     """
     graph_s: float = 120.0
-    """How long a host keeps the autograd graph of a forward pass for its backward pass."""
+    """Time for which a host keeps the autograd graph of a forward pass for its backward pass."""
     matchmaking_heartbeat_s: float = 2.0
     """Period of the leader's heartbeats to followers. Longer than ``heartbeat_s``: followers wait
     long, and each gets every heartbeat."""
@@ -84,7 +84,7 @@ class Timing:
     locate_s: float = 10.0
     """Period at which a host pings another one, to correct its network coordinate."""
     intent_s: float = 1.0
-    """How long a joining host collects the intents of others before it chooses its blocks."""
+    """Time for which a joining host collects the intents of others before it chooses its blocks."""
 
     def __post_init__(self) -> None:
         if self.silence_s < 3 * self.heartbeat_s:

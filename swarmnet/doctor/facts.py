@@ -15,7 +15,7 @@ class Disk:
     path: Path
     free_bytes: int
     error: str = ""
-    """Why ``path`` cannot be written; empty if it can."""
+    """The reason why ``path`` cannot be written; empty if it can."""
     is_read_only: bool = False
     """True if its file system is mounted read-only, so that no permission helps."""
 
@@ -71,7 +71,7 @@ class SwarmFacts:
     """True if peers find each other in local networks."""
     needs_certificate: bool = False
     certificate_error: str = ""
-    """Why this machine has no valid certificate."""
+    """The reason why this machine has no valid certificate. Empty if it has one, or needs none."""
     certificate_until: float | None = None
     """Unix time at which the certificate expires."""
 
@@ -94,9 +94,9 @@ class ModelFiles:
     memory_bytes: int = 0
     """Bytes of all weights; 0 if the headers do not say."""
     notice: str = ""
-    """Why the weights take more memory than their files; empty if they do not."""
+    """The reason why the weights take more memory than their files; empty if they do not."""
     error: str = ""
-    """Why the model cannot be used; empty if it can."""
+    """The reason why the model cannot be used; empty if it can."""
     hint: str = ""
 
 
@@ -125,9 +125,9 @@ class Facts:
     node_warning: str = ""
     """A warning in the status of that node."""
     node_reached: str = ""
-    """How other peers reach that node; empty if none runs or it does not know."""
+    """The way in which other peers reach that node; empty if none runs or it does not know."""
     node_advice: str = ""
-    """What the owner can change so that other peers reach the node directly; empty if they do."""
+    """A change by the owner that lets other peers reach the node directly; empty if they do."""
     listening: Sequence[ListenAddress] = ()
     swarm: SwarmFacts | None = None
     peers: Sequence[BootstrapPeer] = ()

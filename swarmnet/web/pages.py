@@ -1,4 +1,4 @@
-"""Files of pages, served from memory: the files of one page, and the files that all pages share
+"""Serves the files of pages from memory: the files of one page, and the files that all pages share
 (``static/``)."""
 
 import gzip
@@ -41,8 +41,10 @@ class Content:
 
 @cache
 def static_files(folder: Path) -> Mapping[str, Content]:
-    """Return the files of ``folder`` and the shared ones by path, read and compressed once per
-    process, so that no request waits for the disk."""
+    """Return the files of ``folder`` and the shared files, by path.
+
+    They are read and compressed once per process, so no request waits for the disk.
+    """
     return {
         path.relative_to(root).as_posix(): _read_static(path)
         for root in (SHARED, folder)

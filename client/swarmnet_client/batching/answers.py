@@ -32,8 +32,8 @@ class Request:
     end_ids: frozenset[int] = frozenset()
     owner: str = ""
     adapter: "Adapter | None" = None
-    """What hosts add to the model's weights for this request. Requests with the same object share a
-    chain."""
+    """An addition of the hosts to the model's weights, for this request. Requests with the same
+    object share a chain."""
     speculate: bool = True
     """True if drafts are sent along with its newest token. The answer is the same."""
     grammar: Grammar | None = field(default=None, compare=False)
@@ -84,7 +84,7 @@ class Answer:
         self.precisions: list[str] = []
         """Precisions of the hosts that have computed the answer so far; one if all had the same."""
         self.finish_reason: Literal["stop", "length"] | None = None
-        """Why the answer ended, once it is complete."""
+        """The reason why the answer ended. None until it is complete."""
         self.trips = 0
         """Steps that brought tokens of the answer."""
         self.steps: list[AnswerStep] = []

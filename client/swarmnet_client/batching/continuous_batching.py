@@ -302,7 +302,7 @@ class BatchedModel:
     lowest: Batcher
     """The batcher of batches. Hosts compute its answers in the pauses of all others."""
     adapter: "Adapter | None" = None
-    """What hosts add to the model's weights. Requests of this model carry it."""
+    """An addition of the hosts to the model's weights. Requests of this model carry it."""
 
     @classmethod
     @asynccontextmanager

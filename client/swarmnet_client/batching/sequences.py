@@ -183,7 +183,8 @@ class SequenceGroup:
         kept: Callable[[], int],
         idle_s: float | None,
     ) -> None:
-        """``request`` is the first one: all others have its adapter, and are traced only if it is.
+        """``request`` is the first request. All later ones have its adapter. They are traced only
+        if it is.
 
         ``kept`` returns the most positions of all KV caches. Above this, caches of finished answers
         are dropped. ``idle_s``: as in ``Batcher``.

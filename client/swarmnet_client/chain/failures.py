@@ -204,7 +204,7 @@ class RetryPolicy:
 
 
 class Unfilled(Enum):
-    """Why an attempt to fill the gaps of a chain has failed."""
+    """The reason why an attempt to fill the gaps of a chain has failed."""
 
     NO_ROUTE = auto()
     """No hosts are known that have the blocks, or they have no room."""

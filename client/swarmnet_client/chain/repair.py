@@ -105,7 +105,7 @@ class ChainRepair:
     positions: int = 0
     """Positions of all sequences, including positions about to be sent."""
     last_error: SwarmnetError | None = None
-    """Why the last hop was replaced, or could not be."""
+    """The error for which the last hop was replaced, or could not be. None until there is one."""
     number: int = field(default_factory=count(1).__next__)
     """The chain's number in the logs of this client."""
 

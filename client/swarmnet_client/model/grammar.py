@@ -168,8 +168,8 @@ class Accepted:
 class GrammarState:
     """The place of one answer in its grammar. One thread at a time uses it.
 
-    It goes back by copies: llguidance takes no tokens back in a grammar that counts some, as a
-    budget of thoughts does.
+    A draft is tried on a copy of the matcher. llguidance cannot take tokens back in a grammar that
+    counts tokens, such as the grammar of a budget of thoughts.
     """
 
     def __init__(self, grammar: Grammar) -> None:
@@ -179,8 +179,11 @@ class GrammarState:
         """Tokens of the answer that the matcher has."""
 
     def follow(self, ids: Sequence[int]) -> None:
-        """Go to the state after ``ids``, all tokens of the answer so far. When a step was given up,
-        they are fewer than this state has. Raises ``BadGrammar`` if a limit is reached."""
+        """Go to the state after ``ids``, all tokens of the answer so far.
+
+        When a step was given up, ``ids`` are fewer than this state has. Then the matcher begins
+        again. Raises ``BadGrammar`` if a limit is reached.
+        """
         if self._count > len(ids):
             self._matcher, self._count = self._grammar.matcher.deep_copy(), 0
         if self._count < len(ids):

@@ -1,4 +1,4 @@
-"""The adapter parts that clients upload to one host, and their upload.
+"""The adapter parts that clients upload to one host. The life of a part:
 
 1. The client announces a part with its SHA-256 and its size in bytes. If the store has the part,
    the host answers ``stored``.
@@ -163,8 +163,8 @@ class AdapterStore:
     def _mark_idle(self, key: Key) -> None:
         """Mark an adapter as idle from now on.
 
-        The store drops it after ``idle_s``, or earlier if memory runs out: adapters that were idle
-        for longer go first.
+        The store drops it after ``idle_s``, or earlier if memory runs out. Then the adapter that
+        was idle longest goes first.
         """
         kept = self._kept.pop(key)
         self._kept[key] = kept

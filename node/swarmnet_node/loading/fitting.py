@@ -1,4 +1,4 @@
-"""How many blocks and experts of a model fit into the memory that a node may use.
+"""The numbers of blocks and experts of a model that fit into the memory a node may use.
 
 1. Experts beyond ``--expert-memory`` stay on disk.
 2. After a switch of models, blocks take no more bytes than the former model's blocks.

@@ -34,7 +34,7 @@ class LoadedModel:
     blocks: tuple[int, int] | None
     num_blocks: int
     layout: "DeviceLayout | None"
-    """How blocks were fitted to the memory of accelerators. None on a CPU."""
+    """The blocks on each accelerator, as its memory allows. None on a CPU."""
     is_packed: bool
     """True if quantised weights stay as the checkpoint stores them."""
     quantized: "Precision | None"

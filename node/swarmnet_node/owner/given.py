@@ -5,6 +5,8 @@
    and the busy time of the processor.
 3. The keeper writes the file every ``SAVE_EVERY_S`` and at the end, so a killed process loses at
    most that much.
+
+The totals count clients without their names (``DistinctNames``).
 """
 
 import asyncio
@@ -47,8 +49,8 @@ GPU_WATTS = 250.0
 """Assumed power of a busy GPU, above that of an idle one."""
 
 KEPT = 1024
-"""Most hashes that are kept. With 1024, an estimate errs by about 3 %. Half the error costs four
-times the bytes."""
+"""Most hashes of ``DistinctNames``. With 1024, an estimate errs by about 3 %. Half the error costs
+four times the bytes."""
 SALT_BYTES = 16
 _HASHES = 1 << 64
 _COUNTS = ("block_positions", "samples", "sent_bytes", "received_bytes")
@@ -70,10 +72,11 @@ _MILESTONES = (
 
 @dataclass
 class DistinctNames:
-    """A set of names that keeps no name, only the ``KEPT`` smallest hashes (Bar-Yossef et al.,
-    2002, section 2.1).
+    """A count of distinct names that keeps no name, only the ``KEPT`` smallest hashes.
 
-    Up to that many names, the count is exact. Beyond, the largest kept hash says how densely names
+    This is Bar-Yossef et al., 2002, section 2.1.
+
+    Up to ``KEPT`` names, the count is exact. Beyond, the largest kept hash says how densely names
     fill the range of hashes. The hashes are salted, so nobody can choose peer ids that inflate the
     estimate. They hide no names: whoever has the file can check whether a peer is one of the
     clients.

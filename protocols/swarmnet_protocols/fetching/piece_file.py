@@ -1,9 +1,8 @@
 """The targets of a download: a partial weight file, or memory.
 
-A partial file is a sparse file of the full size, with pieces at their final offsets.
-
-Readers of safetensors and gguf map it into memory like the whole file. Its folder is named by the
-SHA-256 of the whole file::
+A partial file is a sparse file of the full size, with pieces at their final offsets. Readers of
+safetensors and gguf map it into memory like the whole file. Its folder is named by the SHA-256 of
+the whole file::
 
     model-00002-of-00030.safetensors   the file; missing pieces are holes, which take no space
     lock                               locked by the processes that use the file

@@ -58,8 +58,7 @@ class Standing(IntEnum):
     NEW = 1
     """It has had no reply."""
     LEFT = 2
-    """True if the stream did not take the reply within its turn. All other streams have their turn
-    before it then."""
+    """It did not take the reply within its turn. All other streams have their turn first."""
 
 
 class SendTurn:

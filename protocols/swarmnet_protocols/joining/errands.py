@@ -51,7 +51,7 @@ async def redeem(
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a peer that is no member now may find peers of a swarm."""
+    """The places where a peer that is no member now may find peers of a swarm."""
 
     swarm: bytes
     named: tuple[str, ...]
@@ -59,7 +59,7 @@ class Whereabouts:
     seen: tuple[str, ...] = ()
     """Addresses that peers announced. They must pass ``net/dialling.py``."""
     mdns: bool = False
-    """True if to look in the local network, too, if no address answers."""
+    """True if the local network is searched, too, when no address answers."""
 
 
 async def ask_issuers(

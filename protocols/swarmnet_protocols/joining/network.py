@@ -113,7 +113,7 @@ def client_listen(bootstrap: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Trust:
-    """Which hosts a client may use. The user or the swarm file names them."""
+    """The hosts that a client may use. The user or the swarm file names them."""
 
     hosts: frozenset[PeerId] = frozenset()
     """The only hosts to use; empty: all."""
@@ -126,7 +126,7 @@ class Trust:
 
 @dataclass(frozen=True)
 class Network:
-    """Which swarm to join, and as which peer."""
+    """The swarm to join, and the peer that joins it."""
 
     rules: Rules
     peer: P2pdConfig
@@ -142,7 +142,7 @@ class Network:
     remember: Callable[[Sequence[str]], None] | None = None
     """Stores addresses of peers in the swarm, to become ``known`` next time. Raises ``OSError``."""
     mdns: bool = False
-    """True if to find peers in the local network, and announce this one there."""
+    """True if this peer also looks for peers in the local network, and announces itself there."""
     membership_folder: Path | None = None
     """Folder of the certificate and the revocation lists. None: memory only."""
     adopt: Callable[[bytes], Rules] | None = None

@@ -111,10 +111,10 @@ class Membership:
     def me(self) -> Member:
         """Return this peer as a member, by the same decision as for any other peer.
 
-        Two lists that revoke this peer may be outdated. One list did so before the certificate was
-        issued, because no issuer certifies a revoked peer. The other comes from the folder, until
-        another peer shows it again. Peers with the newer list admit this peer and hand the list
-        over. Raises ``NotAuthorised`` if this peer is not a member.
+        A list that revokes this peer may be outdated in two cases. It is older than the
+        certificate: no issuer certifies a revoked peer. Or it comes from the folder, and no other
+        peer has shown it again. Peers with a newer list admit this peer and hand that list over.
+        Raises ``NotAuthorised`` if this peer is not a member.
         """
         if self._own is None:
             self._own = self.open(self.certificate)

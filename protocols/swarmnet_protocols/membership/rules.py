@@ -18,7 +18,7 @@ MAX_KEYS = 16
 
 
 class Admission(StrEnum):
-    """Which peers are members."""
+    """The rule by which peers are members."""
 
     OPEN = "open"
     """Every peer."""

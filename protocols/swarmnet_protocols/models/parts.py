@@ -97,7 +97,7 @@ class Parts:
         self._checkpoint = checkpoint
         self._progress = progress
         self._asked: dict[bytes, float] = {}
-        """When peers were asked for the table of a file, on the monotonic clock, by its SHA-256."""
+        """SHA-256 of a file → monotonic time when peers were asked for its table."""
 
     def partial(self) -> list[str]:
         """Return the files that are not whole on this machine."""

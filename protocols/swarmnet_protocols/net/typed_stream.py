@@ -177,12 +177,12 @@ class TypedStream(Generic[Sent, Received]):
 
 @dataclass(frozen=True, kw_only=True)
 class TypedProtocol(ProtocolSpec, Generic[Request, Reply]):
-    """A protocol, the messages of its two sides, and how long each side waits for the other."""
+    """A protocol, the messages of its two sides, and the patience of each side."""
 
     request: type[Request]
-    """What the opening side sends."""
+    """The messages of the opening side."""
     reply: type[Reply]
-    """What the serving side sends."""
+    """The messages of the serving side."""
     opener: Callable[[Timing], Patience] = lambda timing: Patience(timing.silence_s, math.inf)
     server: Callable[[Timing], Patience] = lambda timing: Patience(timing.client_silence_s, timing.chunk_s)
 

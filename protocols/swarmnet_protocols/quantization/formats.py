@@ -1,5 +1,4 @@
-"""The formats of packed weights, and the precisions to which a host quantises weights when it loads
-them.
+"""The formats of packed weights, and the precisions to which a host quantises weights.
 
 The formats are gguf's under gguf's numbers, and two for quantised safetensors checkpoints.
 """
@@ -60,16 +59,18 @@ formats."""
 
 @dataclass(frozen=True)
 class Precision:
-    """A precision that a host can quantise to: ``format``, except for the modules in ``finer``,
-    whose weights have a format of more bits."""
+    """A precision that a host can quantise to: weights have ``format``.
+
+    ``finer``: module → a format of more bits for its weights.
+    """
 
     name: str
     format: Format
     finer: Mapping[str, Format] = field(default_factory=dict)
 
     def format_of(self, weight: str, columns: int) -> Format:
-        """The format for the tensor named ``weight``, whose rows have ``columns`` numbers. The last
-        part of its name, without ``.weight``, is its module."""
+        """Return the format of the tensor ``weight`` with ``columns`` numbers a row. The last part
+        of the name, without ``.weight``, is its module."""
         wanted = self.finer.get(weight.removesuffix(".weight").rpartition(".")[2], self.format)
         return wanted if columns % _K_BLOCK == 0 else _FOR_OTHER_ROWS.get(wanted, wanted)
 

@@ -138,7 +138,7 @@ def _product(module: ExpertsModule, name: str, expert: int, rows: torch.Tensor) 
 
 
 def has_expert(module: ExpertsModule, expert: int) -> bool:
-    """True if the weights of an expert are on this machine."""
+    """Return whether the weights of an expert are on this machine."""
     weight = module.down_proj
     return not isinstance(weight, PackedExperts) or expert in weight.matrices
 

@@ -95,8 +95,8 @@ def install(model: nn.Module, weights: Mapping[str, PackedTensor], products: Pro
 
 
 def can_be_packed(module: nn.Module | None) -> TypeGuard[nn.Linear | nn.Embedding]:
-    """True if a module is a plain linear layer or embedding: subclasses may compute something
-    else."""
+    """Return whether a module is a plain linear layer or embedding. Subclasses may compute
+    something else."""
     return type(module) in (nn.Linear, nn.Embedding)
 
 

@@ -20,7 +20,7 @@ extremes are clipped and the step is smaller."""
 
 
 def can_be_quantized(matrix: PackedTensor) -> bool:
-    """True if :func:`quantize` takes the matrix: numbers of 16 or 32 bits, in rows of whole
+    """Return whether :func:`quantize` takes the matrix: numbers of 16 or 32 bits, in rows of whole
     groups."""
     return matrix.shape[1] % GROUP == 0 and all(each.format in UNQUANTIZED for each in matrix.segments)
 

@@ -56,7 +56,7 @@ class HolePunching:
         self._guarded = guarded
         self._reachability = reachability
         self.succeeded = self.failed = 0
-        """How often this peer has punched a hole, and how often it has failed to."""
+        """The numbers of holes that this peer has punched, and of failed attempts."""
         self.total_s = 0.0
         """Seconds that the successful attempts took, including the agreement."""
         self._running: dict[PeerId, asyncio.Task[None]] = {}

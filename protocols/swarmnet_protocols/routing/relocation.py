@@ -132,7 +132,7 @@ class Remembered:
     ``now``."""
 
     relocated_at: float = -math.inf
-    """When the host last decided to move or left a model."""
+    """Time when the host last decided to move or left a model."""
     gap_since: float = math.inf
     """Time of the first of the consecutive looks that found blocks without a host."""
     shortage: Lasting[Span] | None = None
@@ -140,7 +140,7 @@ class Remembered:
     need: Lasting[bytes] | None = None
     """The model that needs hosts."""
     failed_at: Mapping[bytes, float] = field(default_factory=dict)
-    """When a switch to a model last failed."""
+    """Manifest of a model → time when a switch to it last failed."""
 
     def may_try(self, manifest: bytes, now: float) -> bool:
         return now >= self.failed_at.get(manifest, -math.inf) + RETRY_S

@@ -81,11 +81,11 @@ class Sighting:
     failures: int = 0
     """Consecutive calls that the host did not answer."""
     refuted_at: float = -math.inf
-    """When the host last computed wrong outputs."""
+    """Time when the host last computed wrong outputs."""
     computed: tuple[bytes, int] = (b"", -1)
     """The model and the block that it last computed for this peer, with right outputs."""
     computed_at: float = -math.inf
-    """When the host computed them."""
+    """Time when the host computed these outputs."""
 
     @property
     def is_known(self) -> bool:

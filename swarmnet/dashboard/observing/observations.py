@@ -50,13 +50,13 @@ class PeerObservation:
     """Its newest record in the directory. For a peer that hosts only experts, the blocks are
     [0, 0)."""
     announced_at_s: float = 0.0
-    """When the newest record was received."""
+    """Time when the newest record was received."""
     newest: TimedReport | None = None
     before: TimedReport | None = None
     """The report before ``newest``; None if the node was restarted between the two."""
     delay_s: float | None = None
     failed_at_s: float | None = None
-    """When the first poll after the last success failed; None while the peer answers, and before
+    """Time of the first failed poll since the last success. None while the peer answers, and until
     its first poll."""
     experts: BlockExperts = field(default_factory=dict)
     """The experts that the peer computes for other hosts, as it announces."""

@@ -106,7 +106,7 @@ class TorchStage(Stage):
         self.weight_bytes = weight_bytes(model)
         self.first = 0
         self.method = trials.ForwardMethod()
-        """How the stage computes a forward: the fastest method that trials found right."""
+        """The method of a forward: the fastest that trials found right."""
         self._backend = backend
         self._graphs: DecodeGraphs | None = None
         self._parts: dict[tuple[int, int], TorchStage] = {}

@@ -1,4 +1,4 @@
-"""How transformers names and merges the tensors of a checkpoint when it loads them.
+"""The names and merges by which transformers loads the tensors of a checkpoint.
 
 ``Conversion`` uses transformers' own tables. So names and shapes suffice to predict the errors of
 loading.

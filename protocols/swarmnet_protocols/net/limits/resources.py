@@ -132,7 +132,7 @@ class Scope:
         self._buckets: dict[Rate, TokenBucket] = {}
         self._parent = parent
         self.refused: Counter[Resource | Rate] = Counter()
-        """How often a limit was reached. Only in the system scope."""
+        """The number of times a limit was reached. Only in the system scope."""
         self.spent: dict[Rate, float] = dict.fromkeys(Rate, 0.0)
         """All that was used since the start. Only in the system scope."""
         self._waiting: dict[asyncio.Event, tuple[Resource, Callable[[], bool]]] = {}

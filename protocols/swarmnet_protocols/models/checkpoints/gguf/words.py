@@ -1,4 +1,4 @@
-"""How tokenizers in gguf files split a text into words, by llama.cpp's names.
+"""The ways in which tokenizers of gguf files split a text into words, by llama.cpp's names.
 
 The expressions are llama.cpp's (llama-vocab.cpp, ``llm_tokenizer_bpe``), in the syntax of
 Oniguruma. Each expression splits the rest that the expressions before it have left. Matches are not
