@@ -43,8 +43,8 @@ async def start(
     """Yield a node that serves while the context is open, whenever its limits allow it.
 
     On entry the model has been read; ``started`` waits until the node serves. ``notice`` hears
-    which formats of weights take more memory than the file, how blocks were fitted to an
-    accelerator, how many experts the memory holds, and which experts the node waits for.
+    sentences for the owner: formats of weights that take more memory than the file, the blocks on
+    an accelerator, the number of experts in memory, and experts that the node waits for.
 
     Raises:
 

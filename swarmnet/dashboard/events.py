@@ -28,8 +28,11 @@ def peer_events(before: Entries, after: Entries, snapshot: Snapshot) -> list[dic
 
 
 def model_events(before: Entries, after: Entries, now_s: float) -> list[dict[str, Any]]:
-    """Return events "weak" (some block has only one host or none left, or experts are missing) and
-    "healed" (the block has more hosts again, or the experts have)."""
+    """Return the events "weak" and "healed" of models.
+
+    A model is weak if some block has only one host or none left, or if experts are missing. It has
+    healed once it has more hosts again.
+    """
     found = []
     for manifest, entry in after.items():
         old = before.get(manifest)

@@ -174,9 +174,9 @@ def protect(
 class HostCheck:
     """Refuses requests whose ``Host`` header is neither an IP address nor a known name.
 
-    In DNS rebinding an attacker's domain resolves to this server, so the attacker's page is
+    In DNS rebinding an attacker's domain resolves to this server. The attacker's page is then
     same-origin to the browser, and only the ``Host`` header shows the domain. IP addresses cannot
-    be rebound, so all are accepted, which Starlette's ``TrustedHostMiddleware`` cannot do.
+    be rebound, so all are accepted. Starlette's ``TrustedHostMiddleware`` cannot do that.
     """
 
     def __init__(self, app: ASGIApp, host_names: Sequence[str], refusal: Refusal) -> None:

@@ -135,8 +135,10 @@ def _all_draws(asking: Sequence[tuple["_Part", Answer]]) -> tuple[list[Draw], di
 
 
 def _accepted(answer: Answer, choices: Sequence[Token], draft: Sequence[int]) -> _Chosen:
-    """Return the choices up to the first wrong token of a draft or the end of the answer, and the
-    tokens that the grammar forces after them."""
+    """Return the choices of a step, and the tokens that the grammar forces after them.
+
+    The choices end with the first wrong token of a draft, or with the answer.
+    """
     valid = common_prefix([token.id for token in choices], draft) + 1
     tokens = choices[:valid]
     if answer.grammar is None:

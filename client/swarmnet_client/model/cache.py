@@ -166,7 +166,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
         Only the last ``new.outputs`` columns are filled in; padding and other columns are zero.
         Raises ``ValueError`` if the cached columns were computed with another adapter than
-        ``client_adapter``, or if one of the cache and ``new`` has ids and the other embeddings.
+        ``client_adapter``. The cache and ``new`` must both have ids, or both embeddings.
 
         Autograd does not count changes by fused optimizers. Such a change is noticed at the next
         call with more than one column, or after ``rewind``.

@@ -362,9 +362,9 @@ class Engine:
         ``started`` is called for each row when its first forward begins. Graphs are dropped to make
         room. ``is_batch``: whether the rows wait for the pauses of all others.
 
-        Raises ``OutOfResources``, before anything is computed, if the KV caches may not grow that
-        far, ``StreamEnded`` if a sequence was released, and ``Unreachable`` if the engine has
-        stopped.
+        Raises, before anything is computed, ``OutOfResources`` if the KV caches may not grow that
+        far. Raises ``StreamEnded`` if a sequence was released, and ``Unreachable`` if the engine
+        has stopped.
         """
         since, works = self.stopwatch(), []
         for sequence, inputs in rows:

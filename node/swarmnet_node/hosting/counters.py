@@ -117,7 +117,7 @@ class AnsweredTokens:
     """Counts the tokens that clients keep of the outputs of a last hop.
 
     A step gives at least one token, counted at once. The tokens of an accepted draft are counted
-    with the next step of the sequence, so those of the last step of an answer are left out.
+    with the next step of the sequence. So a draft in the last step of an answer is not counted.
     """
 
     def __init__(self, counters: HostCounters) -> None:

@@ -44,8 +44,9 @@ class SessionSequences:
     async def place(self, rows: tuple[Row, ...]) -> None:
         """Give every row the KV cache that it starts from.
 
-        A cache that no row starts from is freed first. A cache is moved instead of copied if only
-        one row starts from it, and the step replaces the cache of the sequence that had it.
+        A cache that no row starts from is freed first. A cache is moved instead of copied if two
+        things hold. Only one row starts from it. And the step replaces the cache of the sequence
+        that had it.
         """
         uses = Counter(row.source for row in rows)
         # Free first: the copies below may need this room.

@@ -99,8 +99,8 @@ class SessionParts:
     counters: HostCounters
     introductions: Introductions
     next_hop: Callable[[pb.Peer, int], NextHop]
-    """Turns the next hop that a client names, and the epoch of the link, into a ``NextHop`` with
-    the addresses that the next hop has signed."""
+    """Turns the next hop that a client names, and the epoch of the link, into a ``NextHop``. Its
+    addresses are signed by the next hop."""
     make_room: Callable[[Scope, int, bool], Awaitable[None]]
     """Ends idle sessions until a session, given by its scope, has room for this many more bytes of
     KV caches. The third argument says whether the session is a batch."""

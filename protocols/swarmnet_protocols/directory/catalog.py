@@ -31,7 +31,7 @@ Under ``TOPIC``, a job that a machine made would shut out the model that it host
 """
 MAX_NAME_CHARS = 128
 MAX_MODELS = 32
-"""Most models that are read: the ones that most peers name.
+"""Most models that are read. The models that most peers name come first.
 
 Any member may name models that do not exist.
 """

@@ -157,8 +157,8 @@ class HostSample:
         """Read the directory and return ``known``.
 
         ``blocks`` [start, end): read every shard, for hosts with one of these blocks. One peer may
-        lack records, so two peers are asked for each shard if ``blocks`` is given, and in the first
-        refresh of a small swarm.
+        lack records. So two peers are asked for each shard if ``blocks`` is given. The same holds
+        for the first refresh of a small swarm.
         """
         now = self._directory.clock()
         if now >= self._until:

@@ -77,8 +77,8 @@ class NativeLinear(Structure):
 def native_segments(weight: PackedTensor | Array) -> "ctypes.Array[NativeSegment]":
     """Return a packed matrix, or a float32 one, as C reads it. The matrix must stay alive.
 
-    Raises ``ValueError`` unless its rows lie one after another in the machine's memory, because C
-    computes the address of a row from the size of the rows before it.
+    C computes the address of a row from the size of the rows before it. So ``ValueError`` is raised
+    unless the rows lie one after another in the machine's memory.
     """
     if isinstance(weight, np.ndarray):
         if weight.dtype != np.float32 or not weight.flags.c_contiguous:

@@ -4,7 +4,7 @@
 a random source. A host stays, shrinks, grows, moves to other blocks, or switches to another model:
 
 1. **Shrink.** If the owner allows fewer blocks than the host serves, the host drops some at once.
-   It drops blocks that other hosts have, and first the ones that the swarm needs least.
+   It drops blocks that other hosts have. The blocks that the swarm needs least go first.
 2. **Gaps.** Hosts fill blocks without a host at once. All hosts compute the same plan
    (``Outlook.repairs``), and each carries out its own part.
 3. **Shortage.** Without gaps, hosts move to raise the throughput. A shortage is the demand that is

@@ -40,9 +40,9 @@ MAX_CALLS = 8
 """Most calls at one look. With more, a live host among invented ones is found sooner. But a liar
 may choose where each call goes."""
 DOUBTS = 3
-"""If more hosts of a block have failed within ``SEEN_S`` than have answered, by more than this,
-then its hosts that were not called do not count. After an outage, honest hosts leave about that
-many stale records."""
+"""Most hosts by which the failed hosts of a block may outnumber the hosts that answered, within
+``SEEN_S``. With more, hosts of the block that were not called do not count. After an outage, honest
+hosts leave about that many stale records."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 60.0, 3600.0
 """Seconds until a silent host is called again: the first pause, doubled each time, and the
 longest."""

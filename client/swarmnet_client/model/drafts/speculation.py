@@ -64,8 +64,7 @@ class Draft:
 
     tokens: tuple[int, ...] = ()
     match: int = 0
-    """Length of the match: the number of tokens before the copied ones that equal the end of the
-    sequence."""
+    """Number of tokens before the copied tokens that equal the end of the sequence."""
 
 
 class PromptLookup:

@@ -248,9 +248,9 @@ def _norms_of_heads(layer: DecoderLayer) -> list[tuple[Norm, tuple[int, ...]]]:
 def _shared_floats(layer: DecoderLayer) -> int:
     """Return the floats of scratch memory for one position that all threads share.
 
-    They hold the states of all heads, the attention outputs, gate and up, their product, a sum to
-    add to the hidden state, logits of experts, the inputs of their down projections, and the split
-    inputs of one product. Angles come on top.
+    They hold the states of all heads, the attention outputs, gate and up, their product, and a sum
+    to add to the hidden state. Layers with experts add logits of experts, and the inputs of their
+    down projections. The split inputs of one product and the angles come on top.
     """
     hidden, experts, mixed = layer.output.outputs, 0, 0
     if layer.experts is not None:

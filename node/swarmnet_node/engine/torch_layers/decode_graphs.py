@@ -1,9 +1,9 @@
 """Recorded decode steps: one new position of several sequences, replayed with a single launch.
 
 Without recordings, such a step takes hundreds of launches. A recording has a power of two of rows,
-and reads memory at fixed addresses. There it finds the inputs, and for each row its position in the
-sequence, the place to write its keys, and the start and length of its sequence. Keys and values are
-in the arena, which never moves. The life of a step:
+and reads memory at fixed addresses. The memory has the inputs, and for each row its position, the
+place to write its keys, and the start and length of its sequence. Keys and values are in the arena,
+which never moves. The life of a step:
 
 1. Fill this memory, and pad the rows up to the next size. Padding rows write to the spare positions
    of the arena.

@@ -34,7 +34,7 @@ ATTEMPTS = 3
 
 @dataclass
 class _Place:
-    """A key, the peers nearest to it, and which of these peers did not answer."""
+    """A key, the peers nearest to it, and the silent peers among them."""
 
     until: float
     replicas: Sequence[PeerID]

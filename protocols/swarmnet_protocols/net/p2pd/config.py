@@ -33,7 +33,7 @@ class P2pdConfig:
     identity_path: Path
     listen: tuple[str, ...]
     announce: tuple[str, ...] = ()
-    """Addresses to publish instead of the ones that p2pd finds."""
+    """Addresses to publish instead of the addresses that p2pd finds."""
     bootstrap: tuple[str, ...] = ()
     """Peers to connect to at the start."""
     named: tuple[str, ...] = ()
