@@ -162,10 +162,10 @@ class CheckpointStore:
         return rounds, again
 
     def set_apart(self, checkpoint: WorkerCheckpoint, *, whole: bool) -> WorkerCheckpoint:
-        """Return the checkpoint with a copy of the optimizer's state on the disk, and if ``whole``
-        of the parameters.
+        """Return the checkpoint with the optimizer's state copied to the disk, so steps may change
+        it.
 
-        Then steps may change them. Raises ``OutOfResources``.
+        ``whole``: copy the parameters, too. Raises ``OutOfResources``.
         """
         parts = dict(checkpoint.optimizer)
         if whole:

@@ -47,7 +47,7 @@ class RoundMeter:
     _before: Sequence[float] = ()
 
     def begin(self) -> Sequence[Any]:
-        """Begin to measure a round. Return the increase of all readings since the last one."""
+        """Begin to measure a round. Return the increase of all readings in the round before."""
         now, traffic, before = asyncio.get_running_loop().time(), self.traffic, self._before
         self._before = now, self.pace.computed_s, traffic.forward, traffic.backward, traffic.received
         return list(map(sub, self._before, before))
@@ -55,8 +55,8 @@ class RoundMeter:
     def fields(self, outcome: "Outcome", wait_s: float | None) -> dict[str, Any]:
         """Return the fields of the event "round" about the time since the last one.
 
-        ``wait_s``: what this worker waited for its exchange. None: all time without computing
-        counts.
+        ``wait_s``: the seconds that this worker waited for its exchange. None: all seconds without
+        computation count as waiting.
         """
         round_s, computed_s, forward, backward, received = self.begin()
         compute_s = min(computed_s, round_s)

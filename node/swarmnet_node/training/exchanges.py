@@ -40,16 +40,19 @@ With less, more workers have to take over the part of a worker that pauses."""
 
 @dataclass
 class Exchange:
-    """The exchange of ``round`` among ``workers``."""
+    """The exchange of one round."""
 
     round: int
     workers: int
+    """The number of workers in its roster."""
     report: StepReport
+    """The work behind this worker's contribution."""
     start_s: float
+    """The time on the clock of the event loop when it began."""
     wait_s: float
     """Seconds that this worker has waited for it."""
     waited: Wait | None
-    """The worker that the others waited for; None if they waited for a moment only."""
+    """The worker that the others waited for. ``finish`` sets it to None after a short wait."""
 
 
 @dataclass
@@ -66,7 +69,7 @@ class Exchanges:
     sign: Callable[[bytes], bytes]
     codec_executor: Executor
     on_proven: Callable[[PeerId], None]
-    """Gets workers that are proven to be dishonest."""
+    """Is called with a worker that is proven to be dishonest."""
     round_s: Callable[[], float]
     """Returns this worker's ``round_s`` of ``RoundMember``."""
     last_number: int = 0
@@ -154,7 +157,7 @@ class Exchanges:
         start, end = method.range(round)
         values = torch.zeros(end - start) if contribution is None else contribution
         start_s = _now() if method.shares_weights else asked_s
-        running: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        running: asyncio.Future[Outcome]
         if method.shares_weights:
             averaging = self.averager.average(
                 roster.exchange_number,
@@ -169,6 +172,7 @@ class Exchanges:
             running = asyncio.create_task(averaging, name="exchange")
         else:
             partner = next((member for member in members if member.peer != me), None)
+            running = asyncio.get_running_loop().create_future()
             running.set_result(await self._pairs.average(round, partner, values, float(report.tokens)))
         self.last_number = roster.exchange_number
         exchange = Exchange(round, len(roster.members), report, start_s, _now() - asked_s, roster.waited)
@@ -195,7 +199,8 @@ class Exchanges:
         return exchange, outcome
 
     async def ends_in_time(self) -> bool:
-        """Wait a moment for the pending exchange. Return whether there is one, and it has ended."""
+        """Wait a moment for the pending exchange. Return whether it has ended; False if none is
+        pending."""
         if self._pending is None:
             return False
         return bool((await asyncio.wait([self._pending[1]], timeout=GRACE_S))[0])

@@ -128,8 +128,8 @@ class KnownWorkers:
     ) -> CatchUp | Stay:
         """Decide whether this worker moves from its position, by asking other workers.
 
-        For ``same_state`` see ``catch_up``. ``is_behind``: a worker says that this one is behind,
-        so a new worker asks its own group, too.
+        For ``same_state`` see ``catch_up``. ``is_behind``: another worker says that this one is
+        behind. A new worker then asks its own group, too.
         """
         if self.is_new and same_state:
             others = [each for each in self.alive() if each.peer not in self._mates or not mine.round]

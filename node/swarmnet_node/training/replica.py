@@ -86,8 +86,8 @@ class Replica:
         if average is not None:
             self.revision += 1
         if self.method.kind == "gradients":
-            none = torch.zeros(1).expand(self.trainer.parameter_count)
-            gradient = self.method.apply(round, none, average)
+            zeros = torch.zeros(1).expand(self.trainer.parameter_count)
+            gradient = self.method.apply(round, zeros, average)
             if average is not None:
                 self.trainer.apply_gradient(round, 0, gradient)
             return

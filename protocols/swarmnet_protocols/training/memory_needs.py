@@ -13,7 +13,7 @@ from swarmnet_protocols.training.pipeline.chains import OPEN_HERE, OPEN_PER_WORK
 
 _KEPT_BYTES = 4 * 4
 """Bytes of memory per trained parameter: the parameter in float32, AdamW's two moments, and the
-agreed parameter. If gradients are exchanged, the gradient instead of the last."""
+agreed parameter. If workers exchange gradients, the gradient takes the place of the last."""
 _ROUND_BYTES = 4
 """Bytes of memory per trained parameter that a round adds: the gradients of inner steps, and then
 the average of an exchange that computes contributions where it reads them."""
@@ -34,13 +34,13 @@ class MemoryNeeds:
     - ``frozen_bytes``: bytes of weights that are not trained.
     - ``trained_bytes``: bytes of trained parameters, with what optimizers and exchanges keep.
     - ``activation_bytes``: bytes that a forward pass keeps for the backward pass, estimated.
-    - ``boundary_bytes``: bytes of the inputs, outputs and gradients of two batches, which a stage's
-      worker keeps until all stages have committed the second. A worker that is faster than the
-      others of its stage keeps up to ``MOST_BATCHES`` times as much. A subspace adds its basis and
-      its table of tokens.
+    - ``boundary_bytes``: bytes of the inputs, outputs and gradients of two batches. A worker of a
+      stage keeps a batch until all stages have committed it, and the next one begins before. A
+      worker that is faster than the others of its stage keeps up to ``MOST_BATCHES`` times as much.
+      A subspace adds its basis and its table of tokens.
 
-    Within its owner's limit, a stage's worker also takes the memory to fetch a copy of the next
-    stage. The event "copy" has its bytes.
+    A worker of a stage also takes memory to fetch a copy of the next stage, within its owner's
+    limit. The event "copy" has the bytes of the copy.
     """
 
     parameters: int
@@ -112,8 +112,8 @@ def boundary_bytes(job: Job, config: Any) -> int:
     """Return the bytes of what a stage's worker keeps of two batches: their inputs, their outputs,
     and the gradients of both, in float32.
 
-    When a round begins, other stages may still need the last one. A subspace adds its frozen
-    tensors: the basis, and the table with a row for each token.
+    When a round begins, other stages may still need the batch of the round before. A subspace adds
+    its frozen tensors: the basis, and the table with a row for each token.
     """
     positions = 2 * job.training.batch_size * job.data.sequence_length
     hidden_size = int(config.hidden_size)

@@ -56,6 +56,7 @@ class OpenJob:
 
     @property
     def is_full(self) -> bool:
+        """True if the job takes no more workers."""
         return len(self.workers) >= self.outline.most
 
 

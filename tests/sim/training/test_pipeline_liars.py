@@ -138,7 +138,7 @@ def liar_lab(folder: Path, rounds: int = ROUNDS) -> LiarLab:
 
 
 def nothing() -> None:
-    """Lie not at all."""
+    """Do not lie."""
 
 
 @pytest.fixture(scope="module")

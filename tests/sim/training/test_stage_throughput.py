@@ -20,8 +20,8 @@ MAXIMAL_FLOW = 11.0 / (3 * 3)
 
 
 def share(folder: Path, batch: int, rounds: int) -> float:
-    """The throughput from the first microbatch to the last exchange, as a share of the maximal
-    flow.
+    """Return the throughput from the first microbatch to the last exchange, as a share of the
+    maximal flow.
 
     ``batch``: microbatches of a round, for each of two origins.
     """

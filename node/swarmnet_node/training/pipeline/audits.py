@@ -1,4 +1,4 @@
-"""Audits of microbatches: another worker of a stage computes again what one has answered.
+"""Audits of microbatches: a worker computes again what another one of its stage has answered.
 
 1. An origin asks a worker of the stage (``verdict``).
 2. That worker fetches from the neighbours in the chain what the audited worker got. It computes the

@@ -116,7 +116,7 @@ class Pipeline:
         """Most microbatches of an origin in a round."""
         self._turns = Turns(compute)
         self._rehearsed_s = 0.0
-        """The seconds of a microbatch of nobody, before the first one of others."""
+        """Seconds that a rehearsed microbatch took. They count until the first real one ends."""
         self._client = MicrobatchClient(
             job.transport, job.id, job.timing, passes.sign is not None, job.traffic
         )
@@ -310,8 +310,10 @@ class Pipeline:
         return self._accounts[round]
 
     def _choose_electors(self, round: int) -> None:
-        """Let the origins of the last round vote, unless they have left, or missed the end of this
-        one: they are at a later round, and have not told."""
+        """Let the origins of the last round vote.
+
+        Origins do not vote if they have left, or reached a later round without a word on this one.
+        """
         if (accounts := self._accounts.get(round)) is not None:
             missed = {each.worker.peer for each in self._workers.records[0] if each.position.round > round}
             present = (self._origins & self._workers.of(0).keys()) - (missed - accounts.ends.keys())

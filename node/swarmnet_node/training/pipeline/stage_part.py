@@ -163,9 +163,10 @@ class StagePart:
     async def evaluate(
         self, round: int, contributors: Sequence[PeerId], most_s: float
     ) -> tuple[float, int] | None:
-        """Return the validation loss after a round, and its number of tokens. Stage 0 knows it.
+        """Return the validation loss after a round, and its number of tokens.
 
-        Arguments as in ``Pipeline.evaluate``.
+        None in later stages, or if the evaluation took too long. Arguments as in
+        ``Pipeline.evaluate``.
         """
         try:
             return await self.during(round + 1, self.pipeline.evaluate(round, contributors, most_s))

@@ -59,11 +59,11 @@ class KeptMicrobatch:
     """The outputs, until the backward pass."""
 
     def has(self, inputs_hash: bytes) -> bool:
-        """Return whether the inputs with this hash are here; if it is empty, any inputs."""
+        """Return whether the inputs with this hash are here. All inputs match an empty hash."""
         return self.inputs is not None and inputs_hash in {b"", tensor_hash(self.inputs)}
 
     def take(self, inputs: Buffer) -> None:
-        """Begin with these inputs, or again if they are not those that are here."""
+        """Begin with these inputs. If other inputs are here, forget all that came from them."""
         if inputs != self.inputs:
             self.inputs, self.rest = inputs, None
             self.outputs = self.grad_outputs = self.grad_inputs = self.leaf = self.graph = None
@@ -178,7 +178,7 @@ class StagePasses:
         self.is_outdated = False
 
     def rehearse(self) -> None:
-        """Make the passes of a microbatch that nobody counts, to find out how long they take."""
+        """Compute a microbatch that nobody counts, because its time tells this worker's speed."""
         kept, id, boundary = KeptMicrobatch(), MicrobatchId(0, PeerId(""), 0), self.boundary
         if self.trainer.stage:
             shape = boundary.positions, boundary.width

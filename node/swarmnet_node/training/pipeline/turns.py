@@ -46,12 +46,14 @@ class Turns:
 
     @property
     def microbatch_s(self) -> float:
-        """The usual seconds of all passes of a microbatch. 0 until the first one is back."""
+        """The usual seconds of all passes of a microbatch. 0 until a backward pass has ended."""
         return sum(self._usual_s.values()) if Pass.BACKWARD in self._usual_s else 0.0
 
     async def run(self, work: Callable[[], T], kind: Pass | None = None) -> T:
-        """Run ``work`` on the computing thread when it is its turn. If it is a pass of a
-        microbatch, its time counts."""
+        """Run ``work`` on the computing thread when it is its turn.
+
+        ``kind``: the pass of a microbatch, whose time counts in ``microbatch_s``.
+        """
         if self._busy:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._count += 1

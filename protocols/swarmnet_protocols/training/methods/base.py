@@ -51,10 +51,10 @@ class Method(Protocol):
     - "scalars": for ``contribution`` the slopes that the worker measured [k]; for ``apply`` the
       parameters. They may be bfloat16, and ``apply`` changes the vector of ``begin`` in place.
 
-    The vectors of ``begin`` and ``restore`` then belong to the method. With "gradients", that of
-    ``begin`` is the weights, which only the optimizer may change. ``apply`` may change them in
-    place, and so the vectors that ``agreed`` and ``state`` returned. Between two calls of ``apply``
-    they stay as they are: newcomers download them without a copy. ``parameters`` and the values of
+    The vectors of ``begin`` and ``restore`` then belong to the method. ``apply`` may change them in
+    place, and so the vectors that ``agreed`` and ``state`` returned. With "gradients", the vector
+    of ``begin`` is the weights: only the optimizer may change these. Between two calls of ``apply``
+    all stay as they are: newcomers download them without a copy. ``parameters`` and the values of
     ``average`` may be used only during the call.
 
     Outer arithmetic is elementwise IEEE float32 in a fixed order: equal inputs give equal bits on

@@ -22,12 +22,12 @@ import torch
 from swarmnet_protocols.net import PeerId
 
 AUDITED = 20
-"""Most answers of a worker to an origin of which one is computed again. An audit costs about two
-thirds of a microbatch, so this costs 3 % of the throughput. With more, a rare lie lives longer."""
+"""Most answers of a worker to an origin in a stretch, which has one audit. An audit costs about two
+thirds of a microbatch, so 20 cost 3 % of the throughput. With more, a rare lie lives longer."""
 AUDITED_ROUNDS = 8
-"""Rounds in which one of a worker's answers is computed again, if they are fewer than ``AUDITED``.
-A worker that lies to the only origin of a job lives for at most twice as many. Many origins draw
-independently: of 12, one liar in 3,000 lives for 50 rounds. With fewer, small batches cost more."""
+"""Most rounds of a stretch. A worker that lies to the only origin of a job lives for at most twice
+as many. Many origins draw independently: with 12 origins, one liar in 3,000 lives for 50 rounds.
+With fewer rounds, audits of small batches cost more."""
 LARGEST_BOUND = 0.25
 """Largest relative difference of honest answers, as for hosts (record 0055)."""
 ROUNDINGS = 256
@@ -45,7 +45,7 @@ arithmetic differs may convict each other. With less, a false accusation is prov
 
 
 def stretch(workers: int, microbatches: int) -> int:
-    """Return how many answers of a worker to one origin have one audit.
+    """Return how many answers of a worker to an origin are a stretch.
 
     ``workers``: workers of the stage. ``microbatches``: microbatches of a round, of all origins.
     """
@@ -113,8 +113,8 @@ class Tolerance:
         """Return whether another answer is honest. None if that is uncertain.
 
         An answer is certainly honest only if it is much closer (``CERTAIN``). Otherwise a liar
-        could choose an answer that one honest worker finds false and another one right. The latter
-        would then exclude the former.
+        could choose an answer that one honest worker finds false and another one right. Then the
+        second one would exclude the first one for a false accusation.
         """
         if not self.allows(mine, other):
             return False

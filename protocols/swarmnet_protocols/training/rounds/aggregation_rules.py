@@ -256,9 +256,10 @@ class AggregationRules:
 
     @classmethod
     def named(cls, name: str, max_weight: float, *, exact: bool = False) -> "AggregationRules":
-        """Return the rules of a job with the aggregator ``name``. Robust ones are verifiable.
+        """Return the rules of a job with the aggregator ``name``.
 
-        They count each contribution once: nobody can check how many tokens a worker trained on.
+        Robust rules are verifiable, and count each contribution once: nobody can check how many
+        tokens a worker trained on.
         ``exact``: a mean clips no contribution. Workers of a stage count few or many tokens, so the
         norms of honest gradients differ, and clipped ones would be another gradient.
         """
