@@ -1,6 +1,7 @@
 """Real clients against ``swarmnet serve`` over real nodes, one of which dies in the middle of an
 answer."""
 
+import asyncio
 import json
 import os
 import signal
@@ -141,6 +142,17 @@ def test_langchain_works_unchanged(gateway: GatewayProcess) -> None:
     assert "".join(str(part.content) for part in chat.stream(question)) == answer.content
 
 
+@pytest.fixture
+def closed_loop() -> Iterator[None]:
+    """An event loop for a client that asks asyncio for one, which would never be closed."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
+@pytest.mark.usefixtures("closed_loop")
 def test_litellm_works_unchanged(gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would ask the web for prices
     import litellm
