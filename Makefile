@@ -171,6 +171,7 @@ bench: $(INSTALLED) llama-bench
 	$(BIN)/python -m tests.bench.expert_failover
 	$(BIN)/python -m tests.bench.gpu
 	$(BIN)/python -m tests.bench.dashboard_page
+	$(BIN)/python -m tests.bench.chat_page
 	$(BIN)/python -m tests.bench.gateway
 	$(BIN)/python -m tests.bench.batch
 	$(BIN)/python -m tests.bench.router

@@ -554,6 +554,20 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
                 lambda reports: [report["first_view_s"]["median"] for report in reports],
             ),
         ],
+        "chat_page": [
+            Headline(
+                "the chat on the screen of a fresh Chromium",
+                "s",
+                "at most 0.5",
+                lambda reports: [report["first_paint_s"]["median"] for report in reports],
+            ),
+            Headline(
+                "longest frame while 10,000 tokens scroll",
+                "s",
+                "at most 0.1",
+                lambda reports: [report["longest_frame_s"]["worst"] for report in reports],
+            ),
+        ],
     },
     "Hostile peers": {
         "audit": [],
