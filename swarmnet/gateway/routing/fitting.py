@@ -44,6 +44,7 @@ HELD_OUT = 5
 L2 = 1.0
 """Strength of the pull towards equal models. With less, words that occur once decide. With more,
 the router sees the usual winner only."""
+LINE_HINT = 'a line has "prompt" or "messages", "model_a", "model_b", and "winner": "a", "b" or "tie"'
 NEWTON_STEPS = 12
 """Most steps of Newton's method. It ends earlier when no weight changes by ``TOLERANCE``."""
 SOLVER_STEPS = 60
@@ -164,7 +165,7 @@ def _lines(path: Path) -> Iterator[tuple[str, ComparisonLine]]:
         try:
             yield where, ComparisonLine.model_validate(fields)
         except ValidationError as error:
-            raise ConfigError(f"{where}: {validation_error(error).message}") from error
+            raise ConfigError(f"{where}: {validation_error(error).message}", hint=LINE_HINT) from error
 
 
 def fit(data: Comparisons, l2: float = L2) -> Router:
