@@ -208,15 +208,21 @@ class Pipeline:
         """Begin ``round`` with the present weights, of the stage's ``state``."""
         self._round = round
         self._accounts = {each: accounts for each, accounts in self._accounts.items() if each >= round}
+        before = list(self._kept.values())
         if self._inner is not None:  # microbatches are for whatever weights are here
-            for kept in self._kept.values():
+            for kept in before:
                 kept.drop_graph()
             await self._news.tell()
             return
-        await self._compute(lambda: self._passes.restart(state))
+
+        def restart() -> None:
+            for kept in before:
+                kept.drop_graph()
+            self._passes.restart(state)
+
+        # The passes of this round follow on the computing thread, so they keep their graphs.
+        await self._compute(restart)
         self._kept = {id: kept for id, kept in self._kept.items() if id.round >= round - 1}
-        for kept in self._kept.values():
-            kept.graph = kept.leaf = None
         self._attempts = {}
         self._settled = None
         await self._news.tell()
