@@ -122,7 +122,7 @@ def test_open_webui_lists_and_chats_as_with_openai(letters: Reference) -> None:
             assert events[-1]["usage"]["completion_tokens"] <= 20
         title = {"model": model["id"], "messages": turns[:1], "stream": False, "max_completion_tokens": 20}
         whole = (await caller.http.post("/v1/chat/completions", json=title, headers=WEB_UI)).json()
-        assert whole["choices"][0]["message"]["content"]
+        assert isinstance(whole["choices"][0]["message"]["content"], str)  # a random model may say nothing
 
     served(letters, scenario)
 
