@@ -71,7 +71,7 @@ class RunningRequest:
 
 
 class Account:
-    """What one key may use, runs, has used and keeps.
+    """The quota, the use, the running requests and the kept files of one key.
 
     1. ``check`` refuses a key that has used up its quota, before its request is read.
     2. ``admitted`` counts a request in the quota. ``admitted_later`` waits for the quota.

@@ -45,7 +45,7 @@ ENDPOINTS: Mapping[str, Any] = {each.path: each for each in (CHAT_COMPLETIONS, M
 
 @dataclass
 class Script:
-    """What the endpoint was asked. ``tokenizer``: of the model that learns the script."""
+    """The requests that an endpoint got. ``tokenizer``: that of the model that learns them."""
 
     model: str
     context: int

@@ -29,7 +29,7 @@ def double(number):
 
 """
 PARTS = 6
-"""Of an answer. Each has about 70 tokens."""
+"""Parts of an answer, each of about 70 tokens."""
 PAINTED = """new Promise(done => new PerformanceObserver((_, watch) => {
     const [first] = performance.getEntriesByName('first-contentful-paint');
     if (first) { watch.disconnect(); done(first.startTime); }

@@ -58,7 +58,7 @@ class Standing(IntEnum):
     NEW = 1
     """It has had no reply."""
     LEFT = 2
-    """It did not take the reply within its turn. All other streams have their turn first."""
+    """It did not take its reply in time. All other streams come first."""
 
 
 class SendTurn:

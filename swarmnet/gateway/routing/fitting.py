@@ -96,7 +96,7 @@ class Comparisons:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """What a price buys, over the comparisons that were held out.
+    """Cost and quality at one price, over the comparisons that were held out.
 
     - ``cost``: mean cost of an answer, relative to the slowest model.
     - ``quality``: share of comparisons that the chosen model wins; a tie counts half.

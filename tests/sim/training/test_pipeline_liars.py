@@ -195,7 +195,7 @@ def forget_accusations(patch: Patch) -> None:
 
 @defence("an auditor that lies convicts itself", off=forget_accusations)
 def test_a_lying_auditor_is_excluded(tmp_path: Path) -> None:
-    """It computes honestly, and finds every answer of its mates false."""
+    """The liar computes honestly, and calls every answer of its mates false."""
     lab = liar_lab(tmp_path)
 
     def slander() -> None:

@@ -161,7 +161,8 @@ def test_each_worker_is_audited_within_16_rounds(workers: int, microbatches: int
 
 
 def test_a_liar_to_many_origins_lives_for_less_than_50_steps() -> None:
-    """It lies in its part of every batch. In 2,000 jobs, some origin draws one of its answers."""
+    """A liar lies in its part of every batch. In each of 2,000 jobs, an origin draws one of its
+    answers."""
     lived = 0
     for seed in range(2000):
         rng, answers = Random(seed), stretch(6, 12)

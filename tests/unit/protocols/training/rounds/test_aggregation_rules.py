@@ -147,7 +147,7 @@ def believe_tokens(patch: Patch) -> None:
 @defence("under a robust rule, claimed tokens have no weight", off=believe_tokens, name="median")
 @pytest.mark.parametrize("name", ["median", "centered-clip"])
 def test_a_worker_that_claims_most_tokens_outweighs_nobody(name: str) -> None:
-    """Of three workers of a stage, the liar announced sixteen times the speed of the others."""
+    """A liar among three workers announced sixteen times the speed of the others."""
     rules, weights = AggregationRules.named(name, 64.0), torch.tensor([16.0, 1.0, 1.0])
     for lie in (-1.0, 0.001):
         rows = torch.tensor([lie, 1.0, 1.0])[:, None].repeat(1, 8)
