@@ -17,6 +17,8 @@ RETRY_S = 5
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request that its client ended: it has disconnected, or has cancelled the
 request. Clients do not repeat such a request, as they do with 409 and 5xx."""
+OVERLOADED = "overloaded"
+"""Code of a refusal because a model or its hosts answer too many requests now."""
 UNSUPPORTED = "unsupported"
 """Pydantic error type for an unknown parameter; its context has the ``name``."""
 MAX_NAME_CHARS = 64
@@ -77,7 +79,7 @@ def swarm_error(error: errors.SwarmnetError) -> ApiError:
         return ApiError(400, message, "context_length_exceeded")
     if isinstance(error, Overloaded | errors.HostsOverloaded):
         wait_s = max(1, math.ceil(error.retry_after_s))
-        return ApiError(503, message, "overloaded", "server_error", retry_after_s=wait_s)
+        return ApiError(503, message, OVERLOADED, "server_error", retry_after_s=wait_s)
     if isinstance(error, errors.Unreachable):
         return ApiError(503, message, "no_route", "server_error", retry_after_s=RETRY_S)
     if isinstance(error, errors.OutOfResources):

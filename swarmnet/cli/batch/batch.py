@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,7 +78,8 @@ def batch(  # noqa: PLR0913 - a command line, not an interface
         raise ConfigError(
             f"{prompts} is no plain file", hint="write the prompts into a file: they are read twice"
         )
-    ids = checked_ids(read_lines(prompts, model))
+    read = partial(read_lines, prompts, model)
+    ids = checked_ids(read())
     with Journal.open(out, ids) as journal:
         kept, began = len(journal.ids), time.monotonic()
         if kept < len(ids):
@@ -99,7 +101,7 @@ def batch(  # noqa: PLR0913 - a command line, not an interface
                     Interrupts.catch()
                     async with _answerer(local, network, load, at_once) as answerer:
                         show()
-                        await answer_lines(read_lines(prompts, model), journal, answerer, at_once, show)
+                        await answer_lines(read, journal, answerer, at_once, show)
 
                 run_until_stopped(answer())
         took_s = time.monotonic() - began

@@ -1,8 +1,14 @@
-"""Answering the lines of a batch, several at a time."""
+"""Answering the lines of a batch, several at a time.
+
+1. Lines are read in windows, and those with a common beginning follow each other.
+2. If a model cannot answer now, its lines are left out. Lines of other models go on.
+3. The file is read again until no line is left out. Of a model that could not answer, one line is
+   tried first.
+"""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +16,7 @@ from typing import Any
 from swarmnet.gateway.accounts import Account, RunningRequest
 from swarmnet.gateway.batches.journal import Journal
 from swarmnet.gateway.batches.lines import ENDPOINTS, BatchLine, windows_by_prefix
-from swarmnet.gateway.errors import ApiError, api_error
+from swarmnet.gateway.errors import OVERLOADED, ApiError, api_error
 from swarmnet.gateway.generation.answering import check_places, generating
 from swarmnet.gateway.generation.requests import Prompt
 from swarmnet.gateway.models import OpenedModel
@@ -20,14 +26,16 @@ from swarmnet_client.model.sampling import USUAL_SAMPLING
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import all_of
 
-FIRST_PAUSE_S = 1.0
-MAX_PAUSE_S = 30.0
-"""Longest pause before a line is tried again."""
+PAUSE_S = 1.0
+"""Seconds until a line is tried again, once more for each failure in a row."""
+AWAY_S = 15.0
+"""Seconds until a model that cannot answer is tried again. With less, large files are read again
+too often. With more, lines wait longer for a model that has come back."""
 PATIENCE_S = 600.0
-"""Seconds for which a line is tried while the swarm does not answer. With less, hosts that restart
-would end a batch. With more, its owner learns too late that the swarm is gone."""
+"""Seconds without any answer until a batch stops. With less, hosts that restart would end a batch.
+With more, its owner learns too late that the swarm is gone."""
 TRIES = 3
-"""Tries of a line after errors that a repetition rarely mends."""
+"""Tries of a line in a row. With more, a line that always fails, or a busy model, delays others."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,7 @@ class LineAnswerer:
     async def answer(self, line: BatchLine) -> dict[str, Any]:
         """Return the answer as a line of the journal. The refusal of a request is an answer, too.
 
-        Waits for the quota of the account. Raises ``Unreachable`` if the swarm does not answer for
-        ``PATIENCE_S``.
+        Waits for the quota of the account. Raises ``Unreachable`` if the model cannot answer now.
         """
         endpoint: GenerationEndpoint[Any] = ENDPOINTS[line.url]
         try:
@@ -63,30 +70,28 @@ class LineAnswerer:
             async with self.account.admitted_later(1):
                 return _answered(line, refused.status, refused.body())
         try:
-            async with self.account.admitted_later(wanted.choices), self.places:
+            async with self.account.admitted_later(wanted.choices):
                 return _answered(line, 200, await self._insist(endpoint, body, wanted.prompt))
         except ApiError as refused:
+            if refused.retry_after_s is not None:
+                raise Unreachable(refused.message) from refused
             return _answered(line, refused.status, refused.body())
 
     async def _insist(self, endpoint: GenerationEndpoint[Any], body: Any, prompt: Prompt) -> dict[str, Any]:
-        """Return the answer, even if it takes several tries. Raises ``ApiError``."""
-        clock = asyncio.get_running_loop().time
-        until_s, pause_s, tries = clock() + PATIENCE_S, FIRST_PAUSE_S, 1
+        """Return the answer, even if it takes several tries. Raises ``ApiError``, with a time to
+        try again if no line of the model can be answered now."""
+        tries = 1
         while True:
             try:
-                return await self._generate(endpoint, body, prompt)
+                async with self.places:
+                    return await self._generate(endpoint, body, prompt)
             except (ApiError, SwarmnetError) as error:
                 refused = api_error(error)
-            if refused.retry_after_s is None and (refused.status < 500 or tries == TRIES):
+            is_away = refused.retry_after_s is not None and refused.code != OVERLOADED
+            if refused.status < 500 or is_away or tries == TRIES:
                 raise refused
-            if clock() >= until_s:
-                raise Unreachable(
-                    f"the swarm has not answered for {PATIENCE_S / 60:g} minutes: {refused.message}",
-                    hint="the same command continues where this one ended",
-                )
-            tries += refused.retry_after_s is None
-            await asyncio.sleep(max(pause_s, refused.retry_after_s or 0))
-            pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+            await asyncio.sleep(max(tries * PAUSE_S, refused.retry_after_s or 0))
+            tries += 1
 
     async def _generate(self, endpoint: GenerationEndpoint[Any], body: Any, prompt: Prompt) -> dict[str, Any]:
         async with self.using(body.model, lambda: prompt) as model:
@@ -109,7 +114,7 @@ def _answered(line: BatchLine, status: int, body: dict[str, Any]) -> dict[str, A
 
 
 async def answer_lines(
-    lines: Iterator[BatchLine],
+    read: Callable[[], Iterable[BatchLine]],
     journal: Journal,
     answerer: LineAnswerer,
     at_once: int,
@@ -117,24 +122,53 @@ async def answer_lines(
 ) -> None:
     """Answer the lines that ``journal`` lacks, ``at_once`` at a time, and append the answers.
 
-    Lines with a common beginning follow each other. ``report`` is called after each answer. Raises
-    ``Unreachable``; a later call continues.
+    ``read`` reads the lines from the beginning. ``report`` is called after each answer. Raises
+    ``Unreachable`` after ``PATIENCE_S`` without an answer; a later call continues.
     """
-    windows = windows_by_prefix(line for line in lines if line.custom_id not in journal.ids)
+    clock = asyncio.get_running_loop().time
+    answered_s, left_out, why = clock(), True, ""
+    away: dict[str, float] = {}  # models that cannot answer, and the loop time of their next try
     ready: deque[BatchLine] = deque()
     reading = asyncio.Lock()
 
     async def next_line() -> BatchLine | None:
+        nonlocal left_out
         async with reading:
-            if not ready:  # in a thread, so that other lines are answered meanwhile
-                ready.extend(await asyncio.to_thread(next, windows, ()))
-            return ready.popleft() if ready else None
+            while True:
+                if not ready:  # in a thread, so that other lines are answered meanwhile
+                    ready.extend(await asyncio.to_thread(next, windows, ()))
+                if not ready:
+                    return None
+                line = ready.popleft()
+                if away.get(line.model, 0.0) <= clock():
+                    break
+                left_out = True
+            if line.model in away:  # the model's other lines wait for this one
+                away[line.model] = clock() + AWAY_S
+            return line
 
     async def work() -> None:
+        nonlocal answered_s, left_out, why
         while (line := await next_line()) is not None:
-            journal.append(await answerer.answer(line))
+            try:
+                answer = await answerer.answer(line)
+            except Unreachable as error:
+                away[line.model], left_out, why = clock() + AWAY_S, True, str(error)
+                continue
+            away.pop(line.model, None)
+            answered_s = clock()
+            journal.append(answer)
             report()
             if journal.is_sync_due:
                 await asyncio.to_thread(journal.sync)
 
-    await all_of(*(work() for _ in range(at_once)))
+    while left_out:
+        left_out = False
+        windows = windows_by_prefix(line for line in read() if line.custom_id not in journal.ids)
+        await all_of(*(work() for _ in range(at_once)))
+        if left_out and clock() - answered_s >= PATIENCE_S:
+            raise Unreachable(
+                f"the swarm has not answered for {PATIENCE_S / 60:g} minutes: {why}",
+                hint="the same command continues where this one ended",
+            )
+        await asyncio.sleep(min(away.values(), default=0.0) - clock())

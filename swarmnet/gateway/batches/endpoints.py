@@ -16,7 +16,7 @@ from pydantic import Field
 
 from swarmnet.gateway.accounts import KeyAccounts
 from swarmnet.gateway.batches.queue import BatchQueue
-from swarmnet.gateway.batches.store import MAX_FILE_BYTES, BatchStore
+from swarmnet.gateway.batches.store import MAX_FILE_BYTES, UNFINISHED, BatchStore
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.parsing import BodyParser
 from swarmnet.gateway.protocols.schemas import StrictModel, at_most
@@ -122,9 +122,9 @@ class BatchEndpoints:
     async def cancel(self, batch_id: str, request: Request) -> dict[str, Any]:
         store = self._store(request)
         batch = store.find(batch_id, "batch")
-        if batch["status"] not in {"validating", "in_progress"}:
+        if batch["status"] not in UNFINISHED:
             raise ApiError(409, f"this batch is {batch['status']}", "invalid_value")
-        store.set_status(batch, "cancelling")
+        store.set_status(batch, "cancelled")
         await self.queue.cancelled.tell()
         return batch
 

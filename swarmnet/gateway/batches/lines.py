@@ -40,10 +40,15 @@ class BatchLine:
     id: str
 
     @property
+    def model(self) -> str:
+        """The named model as JSON: it may be no text until the line is checked."""
+        return json.dumps(self.body.get("model"))[:PREFIX_CHARS]
+
+    @property
     def prefix(self) -> tuple[str, str, str]:
         """The sort key. It puts lines of one model with a common beginning next to each other."""
-        model, prompt = self.body.get("model"), self.body.get("messages", self.body.get("prompt"))
-        return json.dumps(model)[:PREFIX_CHARS], self.url, json.dumps(prompt)[:PREFIX_CHARS]
+        prompt = self.body.get("messages", self.body.get("prompt"))
+        return self.model, self.url, json.dumps(prompt)[:PREFIX_CHARS]
 
 
 def read_lines(path: Path, model: str, parser: BodyParser = ANY_MODEL) -> Iterator[BatchLine]:

@@ -84,18 +84,28 @@ class BatchQueue:
         source = files.content(batch["input_file_id"])
         lines = partial(read_lines, source, "", self.parser)
 
-        async def answered(journal: Journal, output: dict[str, Any]) -> str:
-            def count() -> None:
-                counts.update(completed=journal.completed, failed=journal.failed)
-                output["bytes"] = journal.bytes
-                files.check_room()
+        async def answered() -> str:
+            ids = await asyncio.to_thread(lambda: checked_ids(lines(), MAX_LINES))
+            counts["total"] = len(ids)
+            if batch["output_file_id"] is None:
+                made = await files.add_file(f"{batch['id']}_output.jsonl", "batch_output", b"")
+                batch["output_file_id"] = made["id"]
+            output = files.find(batch["output_file_id"], "file")
+            if batch["status"] == "validating":
+                files.set_status(batch, "in_progress")
+            with Journal.open(files.content(output["id"]), ids) as journal:
 
-            count()
-            await answer_lines(lines(), journal, self.answerer(account), AT_ONCE, count)
+                def count() -> None:
+                    counts.update(completed=journal.completed, failed=journal.failed)
+                    output["bytes"] = journal.bytes
+                    files.check_room()
+
+                count()
+                await answer_lines(lines, journal, self.answerer(account), AT_ONCE, count)
             return "completed"
 
         async def cancelled() -> str:
-            await self.cancelled.until(lambda: batch["status"] == "cancelling")
+            await self.cancelled.until(lambda: batch["status"] == "cancelled")
             return "cancelled"
 
         async def expired() -> str:
@@ -103,16 +113,7 @@ class BatchQueue:
             return "expired"
 
         try:
-            ids = await asyncio.to_thread(lambda: checked_ids(lines(), MAX_LINES))
-            counts["total"] = len(ids)
-            if batch["output_file_id"] is None:
-                made = await files.add_file(f"{batch['id']}_output.jsonl", "batch_output", b"")
-                batch["output_file_id"] = made["id"]
-            output = files.find(batch["output_file_id"], "file")
-            if batch["status"] != "cancelling":
-                files.set_status(batch, "in_progress")
-            with Journal.open(files.content(output["id"]), ids) as journal:
-                status = await race(cancelled(), expired(), answered(journal, output))
+            status = await race(cancelled(), expired(), answered())
         except (ApiError, ConfigError) as error:
             code, message = "invalid_line", str(error).replace(str(source), "the file")
             if isinstance(error, ApiError):

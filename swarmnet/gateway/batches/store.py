@@ -24,7 +24,7 @@ KEPT_S = 7 * 86400
 """Seconds for which a file or a batch is kept."""
 WINDOW_S = 86400
 """Seconds within which a batch ends, as OpenAI's ``completion_window`` of 24 h."""
-UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
+UNFINISHED = ("validating", "in_progress")
 
 
 class BatchStore:

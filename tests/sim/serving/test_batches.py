@@ -21,7 +21,7 @@ from swarmnet_protocols.errors import ConfigError
 from tests.defences import Patch, defence, nothing, replacing
 from tests.sim.serving.test_models import MEMORY, in_swarm, name_of, swarm_gateway
 from tests.support.swarm.gateway import COMMON, Caller, continued, refused, served
-from tests.support.swarm.swarm_lab import Lab, Reference
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 from tests.support.swarm.tiny_swarm import load_tiny
 
 KEYS = {"alice": "alices-key", "bob": "bobs-secret"}
@@ -138,7 +138,7 @@ def test_a_key_sees_no_batch_of_another(tiny: Reference, tmp_path: Path) -> None
     served(tiny, scenario, keys=KEYS, batches=tmp_path)
 
 
-def test_a_batch_goes_on_after_a_restart_and_can_be_cancelled(tiny: Reference, tmp_path: Path) -> None:
+def test_a_batch_goes_on_after_a_restart(tiny: Reference, tmp_path: Path) -> None:
     prompts = [f"w{n}" for n in range(5, 45)]
 
     async def begin(_lab: Lab, caller: Caller) -> Any:
@@ -155,19 +155,61 @@ def test_a_batch_goes_on_after_a_restart_and_can_be_cancelled(tiny: Reference, t
     async def end(_lab: Lab, caller: Caller) -> Any:
         client = _client(caller, "-")
         batch = await _ended(client, await client.batches.retrieve(identity))
-        later = await _begin(client, _lines(*prompts, max_tokens=400))
-        await asyncio.sleep(1)
-        later = await client.batches.cancel(later.id)
-        assert later.status == "cancelling"
-        later = await _ended(client, later)
-        return batch, (await client.files.content(batch.output_file_id)).text, later.status
+        return batch, (await client.files.content(batch.output_file_id)).text
 
     identity = served(tiny, begin, batches=tmp_path)
-    batch, output, cancelled = served(tiny, end, batches=tmp_path)
-    assert (batch.status, cancelled) == ("completed", "cancelled")
+    batch, output = served(tiny, end, batches=tmp_path)
+    assert batch.status == "completed"
     assert sorted(json.loads(line)["custom_id"] for line in output.splitlines()) == sorted(
         f"n{n}" for n in range(40)
     )
+
+
+def test_a_cancelled_batch_ends_at_once_also_in_the_queue(tiny: Reference, tmp_path: Path) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        client = _client(caller, "-")
+        long = _lines(*(f"w{n}" for n in range(5, 45)), max_tokens=400)
+        batches = [await _begin(client, content) for content in (long, long, _lines("w5"))]
+        while (first := await client.batches.retrieve(batches[0].id)).status == "validating":  # noqa: ASYNC110 - HTTP has no events
+            await asyncio.sleep(0.1)
+        assert (await client.batches.retrieve(batches[1].id)).status == "validating"
+        queued = await client.batches.cancel(batches[1].id)
+        first = await client.batches.retrieve(first.id)
+        assert (queued.status, first.status) == ("cancelled", "in_progress")
+        running = await client.batches.cancel(first.id)
+        assert (running.status, running.cancelled_at is None) == ("cancelled", False)
+        with pytest.raises(openai.ConflictError, match="is cancelled"):
+            await client.batches.cancel(first.id)
+        assert (await _ended(client, batches[2])).status == "completed"
+        assert [each.status async for each in client.batches.list()].count("cancelled") == 2
+
+    served(tiny, scenario, batches=tmp_path)
+
+
+def test_lines_of_a_forming_model_do_not_hold_up_others(tiny: Reference, tmp_path: Path) -> None:
+    beta = load_tiny(tmp_path / "beta", blocks=4)
+
+    async def scenario(lab: Lab) -> None:
+        other = lab.beside(beta)
+        await lab.start_all({"a": (0, 4), "b": (4, 6)})
+        await other.start("c", other.hosting((0, 2)))
+        forming, there = name_of(other), name_of(lab)
+        assert forming < there, "lines are sorted by model"
+        about = {**COMMON, "prompt": [5, 6], "max_tokens": 1}
+        lines = [{**about, "model": forming} for _ in range(queue.AT_ONCE + 4)] + [{**about, "model": there}]
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        async with swarm_gateway(lab, other, batches=tmp_path) as caller:
+            client = _client(caller)
+            batch = await _begin(client, content)
+            while batch.status in store.UNFINISHED and batch.request_counts.completed == 0:
+                await asyncio.sleep(0.1)
+                batch = await client.batches.retrieve(batch.id)
+            assert (batch.status, batch.request_counts.completed) == ("in_progress", 1)
+            await other.start("d", other.hosting((2, 4)))
+            batch = await _ended(client, batch)
+            assert (batch.status, batch.request_counts.completed) == ("completed", len(lines))
+
+    simulate(tiny, scenario)
 
 
 FILE = b'--b\r\nContent-Disposition: form-data; name="file"'
