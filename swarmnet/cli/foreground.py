@@ -83,7 +83,7 @@ async def idle_guest(
     purpose.limits.limit_link(network.peer.link)
     async with (
         connect(network) as (transport, directory),
-        GuestPeer.run(purpose, transport, directory) as peer,
+        GuestPeer(purpose, transport, directory).running() as peer,
         controlled(peer, purpose.folder, None),
     ):
         interrupts.first = lambda: peer.finish(0.0)

@@ -57,33 +57,28 @@ class Purpose:
 
 
 class WatchedPeer:
-    """The peer of a command, as its owner sees it. Made by ``run``."""
+    """The peer of a command, as its owner sees it."""
 
-    def __init__(
-        self, purpose: Purpose, transport: Transport, directory: Directory, machine: OwnersMachine
-    ) -> None:
+    def __init__(self, purpose: Purpose, transport: Transport, directory: Directory) -> None:
         self.stopping = asyncio.Event()
         """Set when the owner stops the command."""
         self.resources: ResourceManager = transport.resources
         self._purpose = purpose
         self._transport = transport
         self._directory = directory
-        self._machine = machine
+        self._machine = OwnersMachine(purpose.folder, purpose.link, wall_clock, purpose.limit_computing)
         self._version = version("swarmnet-p2p")
         self._started = asyncio.get_running_loop().time()
 
-    @classmethod
     @asynccontextmanager
-    async def run(cls, purpose: Purpose, transport: Transport, directory: Directory) -> AsyncIterator[Self]:
+    async def running(self) -> AsyncIterator[Self]:
         """Count the traffic of the month while the context is open."""
-        machine = OwnersMachine(purpose.folder, purpose.link, wall_clock, purpose.limit_computing)
-        peer = cls(purpose, transport, directory, machine)
         try:
-            await peer._begin()
-            async with in_background(persist("the watch over the machine", peer._watch)):
-                yield peer
+            await self._begin()
+            async with in_background(persist("the watch over the machine", self._watch)):
+                yield self
         finally:
-            machine.close()
+            self._machine.close()
 
     def status(self) -> NodeStatus:
         """Return the status of the peer."""
@@ -113,12 +108,10 @@ class WatchedPeer:
 class GuestPeer(WatchedPeer):
     """The peer of a command that works only while its owner's limits allow it."""
 
-    def __init__(
-        self, purpose: Purpose, transport: Transport, directory: Directory, machine: OwnersMachine
-    ) -> None:
-        super().__init__(purpose, transport, directory, machine)
+    def __init__(self, purpose: Purpose, transport: Transport, directory: Directory) -> None:
+        super().__init__(purpose, transport, directory)
         self._changed = asyncio.Event()
-        self.guard = Guard(machine, purpose.limits, self._changed.set)
+        self.guard = Guard(self._machine, purpose.limits, self._changed.set)
         self.is_working = False
 
     async def must_rest(self) -> str:

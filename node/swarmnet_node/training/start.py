@@ -166,7 +166,7 @@ async def start(
             config.limits,
             limit_cores,
         )
-        peer = await stack.enter_async_context(GuestPeer.run(purpose, transport, directory))
+        peer = await stack.enter_async_context(GuestPeer(purpose, transport, directory).running())
         keeper.is_active = lambda: peer.is_working
         training = Training(
             config, sealed, peer, transport, directory, threads, keeper.given, reporter, progress

@@ -22,7 +22,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import zip_longest
 from typing import Any, TypeGuard, TypeVar
 
@@ -45,7 +45,7 @@ from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.membership.handshake import Handshakes, not_admitted
 from swarmnet_protocols.membership.invites import MAX_ADDRESS_CHARS
 from swarmnet_protocols.membership.issuer import check_redemption
-from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership, check_renewable
+from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, check_renewable
 from swarmnet_protocols.membership.signed import seal, unseal
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.resource_limits import Resource
@@ -81,18 +81,25 @@ _ISSUER_KIND = b"swarmnet-issuer-1"
 
 
 class Admissions:
-    """The admission protocol of one member, on both sides. Made by :meth:`run`."""
+    """The admission protocol of one member, on both sides."""
 
     def __init__(
         self,
         transport: Transport,
-        membership: Membership,
+        handshakes: Handshakes,
         directory: Directory,
-        bootstrap: Callable[[], Sequence[str]],
-        machine: pb.Machine | None,
+        *,
+        bootstrap: Callable[[], Sequence[str]] = tuple,
+        owner: OwnerFiles | None = None,
+        machine: pb.Machine | None = None,
     ) -> None:
+        """``transport`` is the one below ``GuardedTransport``.
+
+        ``bootstrap`` returns the current addresses of bootstrap peers. ``machine`` names the node
+        and the client of this machine for renewals.
+        """
         self._transport = transport
-        self._membership = membership
+        self._membership = handshakes.membership
         self._directory = directory
         self._bootstrap = bootstrap
         self._machine = machine
@@ -103,50 +110,32 @@ class Admissions:
         self._known_issuers: list[str] = []
         self._issuers_until = 0.0
         self._lookup: asyncio.Task[None] | None = None
-        self._own_key: OwnKey | None = None
+        self._own_key = None if owner is None else OwnKey(owner, handshakes)
 
-    @classmethod
     @asynccontextmanager
-    async def run(
-        cls,
-        transport: Transport,
-        handshakes: Handshakes,
-        directory: Directory,
-        *,
-        bootstrap: Callable[[], Sequence[str]] = tuple,
-        owner: OwnerFiles | None = None,
-        machine: pb.Machine | None = None,
-    ) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[None]:
         """Answer requests and renew this peer's certificate while the context is open.
 
-        Does nothing in a public swarm. ``transport`` is the one below ``GuardedTransport``.
-        ``bootstrap`` returns the current addresses of bootstrap peers. ``machine`` names the node
-        and the client of this machine for renewals. Raises ``ConfigError`` if the key of an issuer
-        is not named by the rules.
+        Does nothing in a public swarm. Raises ``ConfigError`` if the key of an issuer is not named
+        by the rules.
         """
-        membership = handshakes.membership
-        if membership.is_public:
+        if self._membership.is_public:
             yield
             return
-        admissions = cls(transport, membership, directory, bootstrap, machine)
-        with ExitStack() as stack:
+        async with AsyncExitStack() as stack:
             loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
-                admissions._renew_certificates,
-                admissions._fetch_swarm_files,
+                self._renew_certificates,
+                self._fetch_swarm_files,
             ]
-            if owner is not None:
-                own_key = stack.enter_context(OwnKey.use(owner, handshakes))
-                admissions._own_key = own_key
-                loops.append(own_key.follow)
-                if owner.issued is not None:
-                    loops.append(admissions._issuer_announcer(own_key).run)
-                    loops.append(own_key.record_seen)
-            await ADMISSION.serve(transport, admissions._answer, admissions._timing)
+            if self._own_key is not None:
+                own_key = await stack.enter_async_context(self._own_key.running())
+                loops.append(self._issuer_announcer(own_key).run)
+            await ADMISSION.serve(self._transport, self._answer, self._timing)
             try:
                 async with in_background(*(persist("admission", each) for each in loops)):
                     yield
             finally:
-                await cancel(admissions._lookup)
+                await cancel(self._lookup)
 
     # ---- answering ------------------------------------------------------------------------------
 

@@ -282,7 +282,7 @@ async def connect(
             stack.callback(remembering)
             keeping = persist("the list of known peers", lambda: _repeat(remembering))
             await stack.enter_async_context(in_background(keeping))
-        admissions = Admissions.run(
+        admissions = Admissions(
             routed,
             handshakes,
             directory,
@@ -290,7 +290,7 @@ async def connect(
             owner=network.owner,
             machine=network.machine() if network.machine else None,
         )
-        await stack.enter_async_context(admissions)
+        await stack.enter_async_context(admissions.running())
         if network.house is not None:
             from swarmnet_protocols.joining.pairing import open_door
 

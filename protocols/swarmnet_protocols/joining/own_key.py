@@ -7,13 +7,15 @@ With them this peer certifies itself, and an issuer also admits others. So `swar
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
+from swarmnet_protocols.machine.aio import in_background, persist
 from swarmnet_protocols.membership.certificates import NO_PEER, Admittance, issue
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer
@@ -81,42 +83,37 @@ class OwnerFiles:
 
 
 class OwnKey:
-    """The owner's key, used under the current rules. Made by :meth:`use`."""
+    """The owner's key, used under the current rules."""
 
-    def __init__(self, owner: OwnerFiles, handshakes: Handshakes, issued: IssuedCertificates | None) -> None:
+    def __init__(self, owner: OwnerFiles, handshakes: Handshakes) -> None:
         self._owner = owner
         self._handshakes = handshakes
         self._membership = handshakes.membership
-        self._issued = issued
+        self._rules = self._membership.rules
+        """The rules under which the key was last used."""
+        self._issued: IssuedCertificates | None = None
         self.issuer: Issuer | None = None
         """Admits others; None if this peer is no issuer, or its key is not trusted now."""
 
-    @classmethod
-    @contextmanager
-    def use(cls, owner: OwnerFiles, handshakes: Handshakes) -> Iterator["OwnKey"]:
-        """Use the key under each new swarm file at once, before this peer's certificate is checked
-        under the new rules, while the context is open.
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["OwnKey"]:
+        """Use the key and follow the owner's files while the context is open.
 
-        Raises ``ConfigError`` for the key of an issuer that the rules do not name.
+        The key is used under a new swarm file at once, before this peer's certificate is checked
+        under the new rules. Raises ``ConfigError`` for the key of an issuer that the rules do not
+        name.
         """
-        membership = handshakes.membership
+        loops: list[Callable[[], Coroutine[Any, Any, NoReturn]]] = [self._follow]
         with ExitStack() as stack:
-            issued = None
-            if owner.issued is not None:
-                issued = stack.enter_context(IssuedCertificates.open(owner.issued))
-            own = cls(owner, handshakes, issued)
-            own._start_issuing()
-            rules = membership.rules
-
-            def on_change() -> None:
-                nonlocal rules
-                if rules is not membership.rules:
-                    rules = membership.rules
-                    own._take()
-
-            membership.listeners.append(on_change)
-            stack.callback(membership.listeners.remove, on_change)
-            yield own
+            if self._owner.issued is not None:
+                self._issued = stack.enter_context(IssuedCertificates.open(self._owner.issued))
+                loops.append(partial(self._record_seen, self._owner.issued))
+            self._start_issuing()
+            listeners = self._membership.listeners
+            listeners.append(self._on_change)
+            stack.callback(listeners.remove, self._on_change)
+            async with in_background(*(persist("the owner's key", each) for each in loops)):
+                yield self
 
     def certify(self) -> bool:
         """Renew this peer's certificate if that is due. Returns whether the key may do so."""
@@ -128,6 +125,11 @@ class OwnKey:
             membership = self._membership
             self.issuer = Issuer(key, membership.rules, self._issued, now=membership.clock())
 
+    def _on_change(self) -> None:
+        if self._rules is not self._membership.rules:
+            self._rules = self._membership.rules
+            self._take()
+
     def _take(self) -> None:
         """Certify this peer by the key, and issue with it, under the current rules."""
         try:
@@ -136,7 +138,7 @@ class OwnKey:
         except (ConfigError, OutOfResources) as error:
             _log.warning("the owner's key is not used: %s", error)
 
-    async def follow(self) -> NoReturn:
+    async def _follow(self) -> NoReturn:
         """Take over what the owner changes: swarm file, key and revocations."""
         used: tuple[object, ...] | None = None
         before: tuple[object, ...] | None = None
@@ -159,14 +161,13 @@ class OwnKey:
                 except (IntegrityError, NotAuthorised) as error:
                     _log.warning("the owner's revocation list is not used: %s", error)
 
-    async def record_seen(self) -> NoReturn:
+    async def _record_seen(self, folder: Path) -> NoReturn:
         """Record which members are connected, for `swarm members`."""
         while True:
             await asyncio.sleep(SEEN_S)
-            if self._owner.issued is not None:
-                admitted, now = self._handshakes.admitted.by_peer, self._membership.clock()
-                peers = {peer: each.name for peer, each in admitted.items()}
-                await asyncio.to_thread(_see, self._owner.issued, peers, now)
+            admitted, now = self._handshakes.admitted.by_peer, self._membership.clock()
+            peers = {peer: each.name for peer, each in admitted.items()}
+            await asyncio.to_thread(_see, folder, peers, now)
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

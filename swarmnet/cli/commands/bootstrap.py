@@ -98,7 +98,7 @@ async def _serve(
             status.warning = watch.warning() or status.warning
 
         purpose = Purpose("bootstrap", swarm, data_dir, network.peer.link, add_warning)
-        peer = await stack.enter_async_context(WatchedPeer.run(purpose, transport, directory))
+        peer = await stack.enter_async_context(WatchedPeer(purpose, transport, directory).running())
         await stack.enter_async_context(controlled(peer, data_dir, monitor))
         interrupts.first = peer.stopping.set
         _announce(transport, data_dir, as_json=as_json)

@@ -122,7 +122,7 @@ async def _show(
             status.url = endpoint.url
 
         purpose = Purpose("dashboard", entry.file.name, directory, network.peer.link, add_url)
-        peer = await stack.enter_async_context(WatchedPeer.run(purpose, transport, known))
+        peer = await stack.enter_async_context(WatchedPeer(purpose, transport, known).running())
         swarm_metrics = SwarmCollector(lambda: feed.now.body)
         await stack.enter_async_context(controlled(peer, directory, monitor, swarm_metrics))
         interrupts.first = peer.stopping.set

@@ -34,7 +34,7 @@ async def watched(
     async with network.transport(ME.peer_id) as transport, network.transport(OTHER.peer_id):
         directory = MemoryDirectory(MemoryBoard(network, lambda: 1e9), ME, SWARM)
         purpose = Purpose(command, "lab", folder, LinkLimiter(), add)
-        async with WatchedPeer.run(purpose, transport, directory) as peer, control.serve(peer, folder):
+        async with WatchedPeer(purpose, transport, directory).running() as peer, control.serve(peer, folder):
             yield peer
 
 
