@@ -10,15 +10,17 @@ import importlib.util
 import math
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from swarmnet_node.training.data.corpus import open_corpus
-from swarmnet_node.training.model import build_model
+from swarmnet_node.training.model.building import build_model
 from swarmnet_node.training.steps.memory_options import MemoryOptions
 from swarmnet_node.training.steps.trainer import StepReport, Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.training.job_settings import Job
 
 SMOLLM2 = {
@@ -82,7 +84,8 @@ def measure(device: torch.device) -> dict[str, Any]:
     layers, length, batch, steps = (30, 512, 16, 20) if on_card else (2, 32, 2, 3)
     ways: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        model = build_model(_job(length, batch, "adamw", layers).model, 0, Path(folder))
+        machine = TrainingMachine(Path(folder), 1 << 40, device)
+        model = build_model(_job(length, batch, "adamw", layers), machine)
         count = sum(parameter.numel() for parameter in model.parameters())
         for name, memory in WAYS.items():
             if memory.optimizer_states == "8bit" and importlib.util.find_spec("bitsandbytes") is None:
@@ -97,7 +100,7 @@ def measure(device: torch.device) -> dict[str, Any]:
                     torch.cuda.reset_peak_memory_stats(device)
                 before = torch.cuda.memory_allocated(device) if on_card else 0
                 corpus = open_corpus(job.data, Path(folder))
-                trainer = Trainer(job, corpus, copy.deepcopy(model), device=device, memory=memory)
+                trainer = Trainer(job, corpus, copy.deepcopy(model), replace(machine, memory=memory))
                 warm, _ = _run(trainer, 0, 3, device)
                 peak = _peak_bytes(device, before)
                 if sequences == 1:

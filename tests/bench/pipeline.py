@@ -28,8 +28,9 @@ from torch import Tensor
 
 from swarmnet_node.training.data.corpus import open_corpus
 from swarmnet_node.training.data.sampler import Batches, inputs_of, target_count
-from swarmnet_node.training.stage_model import build_stage
+from swarmnet_node.training.model.stage_model import build_stage
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.training.codecs.boundary import (
     BOUNDARY_CODECS,
     BoundaryCodec,
@@ -118,9 +119,9 @@ class Pipeline:
         assert job.stages is not None
         self._codec, _ = parse_row(row)
         self._batches = Batches.of(job, open_corpus(job.data, cache_dir))
+        machine = TrainingMachine(cache_dir, 1 << 40)
         self._stages = [
-            StageTrainer(job, stage, build_stage(job, stage, cache_dir), device=torch.device("cpu"))
-            for stage in range(STAGES)
+            StageTrainer(job, stage, build_stage(job, stage, cache_dir), machine) for stage in range(STAGES)
         ]
         self._id_bytes = id_bytes(VOCABULARY) if job.stages.subspace else 0
         self.parameters = sum(each.parameter_count for each in self._stages)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
-from swarmnet_node.training.model import build_model
+from swarmnet_node.training.model.building import build_model
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_node.training.steps.training_machine import TrainingMachine
@@ -39,7 +39,7 @@ class BareLoop:
     """A plain training loop for this model on one machine."""
 
     def __init__(self, job: Job, tokens: Tensor, cache_dir: Path) -> None:
-        self._model: Any = build_model(job.model, job.job.seed, cache_dir)
+        self._model: Any = build_model(job, TrainingMachine(cache_dir, 1 << 40))
         self._training, self._length = job.training, job.data.sequence_length
         self._rows = tokens[: len(tokens) // self._length * self._length].view(-1, self._length)
         self._optimizer = torch.optim.AdamW(

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from swarmnet_node.training.data.corpus import Corpus, open_corpus
-from swarmnet_node.training.model import build_model
+from swarmnet_node.training.model.building import build_model
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs import result_codec
 from swarmnet_protocols.training.job_settings import Job
@@ -105,12 +106,8 @@ class Worker:
     def __init__(self, name: str, job: Job, corpus: Corpus, cache_dir: Path) -> None:
         self.name = name
         self.away = False
-        trainer = Trainer(
-            job,
-            corpus,
-            build_model(job.model, job.job.seed, cache_dir),
-            device=torch.device("cpu"),
-        )
+        machine = TrainingMachine(cache_dir, 1 << 40)
+        trainer = Trainer(job, corpus, build_model(job, machine), machine)
         self.replica = Replica(job, trainer)
 
     def contribute(self, round: int, slot: int) -> tuple[bytes, torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnet_node.training.checkpoint import params_hash
-from swarmnet_node.training.model import trained_parameters
+from swarmnet_node.training.model.building import trained_parameters
 from tests.support.processes.commands import call, run
 from tests.support.processes.faults import At, Strike, kill
 from tests.support.processes.nodes import NodeProcess, Swarm

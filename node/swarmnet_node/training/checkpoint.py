@@ -32,7 +32,7 @@ from torch import Tensor
 from swarmnet_node.training.collecting import write_collected
 from swarmnet_node.training.data.corpus import END_OF_DOCUMENT
 from swarmnet_node.training.job_store import job_folder, load_local_files, load_stored_job
-from swarmnet_node.training.model import read_model, update_json
+from swarmnet_node.training.model.building import read_model, update_json
 from swarmnet_node.training.shared_state import pack, unpack
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.machine.files import UNFINISHED, creating, write_whole

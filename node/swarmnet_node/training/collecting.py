@@ -12,9 +12,10 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swarmnet_node.training.model import model_config, save_whole, trained_parameters
+from swarmnet_node.training.model.building import save_whole, trained_parameters
+from swarmnet_node.training.model.config import model_config
+from swarmnet_node.training.model.stage_model import build_stage, empty_stage
 from swarmnet_node.training.shared_state import SharedState, max_state_bytes
-from swarmnet_node.training.stage_model import build_stage, empty_stage
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import IntegrityError, Unreachable
 from swarmnet_protocols.models import Progress

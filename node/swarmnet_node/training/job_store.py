@@ -136,7 +136,8 @@ def check_job(
     import psutil
 
     from swarmnet_node.training.data.corpus import open_source, tokenizer_of
-    from swarmnet_node.training.model import check_model, checkpoint_of, with_cuts
+    from swarmnet_node.training.model.checks import check_model, with_cuts
+    from swarmnet_node.training.model.config import checkpoint_of
     from swarmnet_node.training.steps.training_machine import TrainingMachine
 
     job = with_cuts(job, cache_dir)

@@ -387,7 +387,7 @@ class Training:
 
     def _may_take(self, stage: int) -> bool:
         """Return whether this machine has the data and the memory for another stage."""
-        from swarmnet_node.training.model import check_model
+        from swarmnet_node.training.model.checks import check_model
         from swarmnet_node.training.steps.training_machine import TrainingMachine
 
         config = self.config

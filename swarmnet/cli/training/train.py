@@ -82,7 +82,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
     with locked_data_dir(data_dir) as directory:
         with written.naming_lines(), progress(quiet=as_json) as report:
             import_transformers()
-            from swarmnet_node.training.model import obstacle_to_hosts
+            from swarmnet_node.training.model.config import obstacle_to_hosts
 
             pinned_job = pinned(written.job)
             needs: list[MemoryNeeds] = []

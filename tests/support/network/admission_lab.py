@@ -54,7 +54,9 @@ class World:
         """Let ``someone`` admit members with the owner's files."""
         someone.membership.swarm_file = someone.membership.swarm_file or (lambda: b"the swarm file")
         owner.certify(someone.membership)
-        await self.enter(Admissions(someone.raw, someone.handshakes, self.directory(name), owner=owner).running())
+        await self.enter(
+            Admissions(someone.raw, someone.handshakes, self.directory(name), owner=owner).running()
+        )
 
     async def member(self, name: str, certificate: bytes, *bootstrap: str) -> Someone:
         someone = await self.enter(self.swarm.peer(self.network, name, certificate))

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from swarmnet_node.training.data.corpus import open_corpus
-from swarmnet_node.training.model import build_model
+from swarmnet_node.training.model.building import build_model
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.floats import FloatCodec
@@ -158,6 +159,6 @@ async def _exchange(lab: TrainingLab, exchange_number: int, sent: Tensor, bad: i
 def _replicas(job: Job, folder: Path) -> list[Replica]:
     """Replicas at the job's first parameters that share one copy of the data."""
     corpus = open_corpus(job.data, folder / "cache")
-    device = torch.device("cpu")
-    models = [build_model(job.model, job.job.seed, folder / "cache") for _ in range(WORKERS)]
-    return [Replica(job, Trainer(job, corpus, model, device=device)) for model in models]
+    machine = TrainingMachine(folder / "cache", 1 << 33)
+    models = [build_model(job, machine) for _ in range(WORKERS)]
+    return [Replica(job, Trainer(job, corpus, model, machine)) for model in models]

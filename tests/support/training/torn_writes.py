@@ -21,7 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
-from swarmnet_node.training.model import flatten, write_model
+from swarmnet_node.training.model.building import flatten, write_model
 from tests.support.training.tiny_job import CONFIG
 
 JOB = "a job"

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
-from swarmnet_node.training.model import STAGE_FILE, trained_parameters
+from swarmnet_node.training.model.building import STAGE_FILE, trained_parameters
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.checkpoints.safetensors_file import SafetensorsCheckpoint
 from swarmnet_protocols.models.partial_model import build_whole

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from swarmnet_node.training.model import flatten, is_adapted, trained_parameters
-from swarmnet_node.training.steps.expert_balance import BIAS
+from swarmnet_node.training.model.building import flatten, is_adapted, trained_parameters
+from swarmnet_node.training.model.expert_balance import BIAS
 from swarmnet_node.training.steps.memory_options import MemoryOptions
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.checkpoints.conversion import experts_modules

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnet_node.training.model import check_flat
+from swarmnet_node.training.model.building import check_flat
 from swarmnet_protocols.errors import ConfigError, IntegrityError, how_to_add
 from swarmnet_protocols.training.job_settings import JobError, TrainingSection
 

@@ -19,13 +19,11 @@ from torch import Tensor
 
 from swarmnet_node.training.data.corpus import open_corpus
 from swarmnet_node.training.data.sampler import Batches, inputs_of, loss_sum
-from swarmnet_node.training.model import trained_parameters
-from swarmnet_node.training.stage_model import StageModel, build_stage, empty_stage
-from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
+from swarmnet_node.training.model.building import trained_parameters
+from swarmnet_node.training.model.stage_model import StageModel, build_stage, empty_stage
 from swarmnet_node.training.steps.trained_model import TrainedModel, check_start, start_of
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_node.training.steps.training_machine import TrainingMachine
-from swarmnet_protocols.models import Progress
 from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from swarmnet_protocols.training.job_settings import Job
 
@@ -36,19 +34,16 @@ class StageTrainer(TrainedModel):
     Boundaries are ``[k * L, D]``: k sequences of L tokens. In a subspace, D is its dimension.
     """
 
-    def __init__(  # noqa: PLR0913 - all by name but the first
+    def __init__(
         self,
         job: Job,
         stage: int,
         model: StageModel,
-        *,
+        machine: TrainingMachine,
         batches: Batches | None = None,
-        device: torch.device,
-        memory: MemoryOptions = AUTOMATIC,
-        progress: Progress = lambda *_: None,
     ) -> None:
         """``batches``: the job's data, in stage 0 only."""
-        super().__init__(job, model, device=device, memory=memory, progress=progress)
+        super().__init__(job, model, machine)
         self.stage = stage
         self.block_range = model.block_range
         self.batches = batches
@@ -110,15 +105,12 @@ class StageTrainer(TrainedModel):
 
         Only stage 0 reads the data.
         """
-        cache_dir, device, progress = machine.cache_dir, machine.device, machine.progress
+        cache_dir, progress = machine.cache_dir, machine.progress
         local = start_of(job, machine)
         corpus = None if stage else open_corpus(job.data, cache_dir, progress)
         check_start(job, machine, local, 0 if corpus is None else corpus.vocab_size, stage)
         model = build_stage(job, stage, cache_dir, progress, local=local)
-        batches = None if corpus is None else Batches.of(job, corpus)
-        trainer = cls(
-            job, stage, model, batches=batches, device=device, memory=machine.memory, progress=progress
-        )
+        trainer = cls(job, stage, model, machine, None if corpus is None else Batches.of(job, corpus))
         trainer.local = local
         trainer.size_of = cache(
             lambda at: sum(each.numel() for _, each in trained_parameters(empty_stage(job, at, cache_dir)))

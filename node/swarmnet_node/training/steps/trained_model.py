@@ -8,20 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnet_node.training.model import (
-    check_flat,
-    check_model,
-    checkpoint_of,
-    trained_parameters,
-    write_model,
-)
-from swarmnet_node.training.steps.expert_balance import ExpertBalance
+from swarmnet_node.training.model.building import check_flat, trained_parameters, write_model
+from swarmnet_node.training.model.checks import check_model
+from swarmnet_node.training.model.config import checkpoint_of
+from swarmnet_node.training.model.expert_balance import ExpertBalance
 from swarmnet_node.training.steps.flat_model import FlatModel
 from swarmnet_node.training.steps.inner_optimizer import InnerOptimizer, check_packages
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models import LocalModel, Progress
+from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.training.job_settings import Job, StagesSection, TrainingSection
 from swarmnet_protocols.training.pipeline.stages import block_of
 
@@ -90,27 +86,18 @@ def learning_rate(training: TrainingSection, step: int, total_steps: int) -> flo
 class TrainedModel:
     """The parameters of a model or of a stage, and their optimizer. Not thread-safe."""
 
-    def __init__(
-        self,
-        job: Job,
-        model: Any,
-        *,
-        device: torch.device,
-        memory: MemoryOptions = AUTOMATIC,
-        progress: Progress = lambda *_: None,
-    ) -> None:
-        """``progress`` is called at every inner step. An exception from it ends the computation."""
+    def __init__(self, job: Job, model: Any, machine: TrainingMachine) -> None:
         self.local: LocalModel | None = None
         """The checkpoint that the job starts from, or None."""
         self.step_s = 0.0
         """Seconds of an inner step on this machine; 0 until it is measured."""
-        self._progress = progress
+        self._progress = machine.progress
         self._training = job.training
         self._steps_per_round = job.make_method().steps_per_round
         self._total_steps = job.job.rounds * self._steps_per_round
-        self._device = device
+        self._device = device = machine.device
         self._model = model
-        self._flat = FlatModel(model, device, memory)
+        self._flat = FlatModel(model, device, machine.memory)
         self._balance = ExpertBalance(model, device)
         self._stages = 1 if job.stages is None else job.stages.count
         self._clipped = _parts_by_stage(job.stages, trained_parameters(model))
@@ -119,7 +106,7 @@ class TrainedModel:
             job.training,
             self._flat.values,
             self._flat.matrices,
-            eight_bit=memory.optimizer_states == "8bit",
+            eight_bit=machine.memory.optimizer_states == "8bit",
         )
 
     @property

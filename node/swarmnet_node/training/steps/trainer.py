@@ -1,7 +1,7 @@
 """The inner loop: optimizer steps of one worker on the samples of its slot."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -11,15 +11,13 @@ from transformers.modeling_utils import PreTrainedModel
 
 from swarmnet_node.training.data.corpus import Corpus, open_corpus
 from swarmnet_node.training.data.sampler import Batches, inputs_of, loss_sum, target_count
-from swarmnet_node.training.model import build_model
-from swarmnet_node.training.steps.memory_options import AS_STORED, AUTOMATIC, MemoryOptions
+from swarmnet_node.training.model.building import build_model
+from swarmnet_node.training.steps.memory_options import AS_STORED
 from swarmnet_node.training.steps.privacy import Privacy
 from swarmnet_node.training.steps.probes import Shift, perturbed
 from swarmnet_node.training.steps.trained_model import TrainedModel, check_start, start_of
 from swarmnet_node.training.steps.training_machine import TrainingMachine
-from swarmnet_protocols.models import Progress
 from swarmnet_protocols.training.job_settings import Job, JobError
-from swarmnet_protocols.training.methods import ZeroOrder
 
 
 @dataclass(frozen=True)
@@ -37,21 +35,13 @@ class StepReport:
 class Trainer(TrainedModel):
     """One worker's whole model, its data and its inner optimizer. Not thread-safe."""
 
-    def __init__(
-        self,
-        job: Job,
-        corpus: Corpus,
-        model: PreTrainedModel,
-        *,
-        device: torch.device,
-        memory: MemoryOptions = AUTOMATIC,
-        progress: Progress = lambda *_: None,
-    ) -> None:
-        """``progress`` is called at every inner step. An exception from it ends the computation."""
-        memory = AS_STORED if job.make_method().kind == "scalars" else memory
-        super().__init__(job, model, device=device, memory=memory, progress=progress)
+    def __init__(self, job: Job, corpus: Corpus, model: PreTrainedModel, machine: TrainingMachine) -> None:
+        if job.make_method().kind == "scalars":
+            machine = replace(machine, memory=AS_STORED)
+        super().__init__(job, model, machine)
         self.batches = Batches.of(job, corpus)
-        self._private = None if job.privacy is None else Privacy(job.privacy, self.batches.sampler, device)
+        sampler = self.batches.sampler
+        self._private = None if job.privacy is None else Privacy(job.privacy, sampler, self._device)
         if self._private is not None and self._balance.biases(self._flat.values).numel():
             raise JobError(
                 "privacy", "", "does not protect the loads of experts", hint="train a model without experts"
@@ -64,14 +54,10 @@ class Trainer(TrainedModel):
         Raises ``JobError`` for data or a model that this machine cannot train, and ``ConfigError``
         for options about memory that do not fit the job.
         """
-        cache_dir, device, progress = machine.cache_dir, machine.device, machine.progress
         local = start_of(job, machine)
-        corpus = open_corpus(job.data, cache_dir, progress)
+        corpus = open_corpus(job.data, machine.cache_dir, machine.progress)
         check_start(job, machine, local, corpus.vocab_size)
-        method, seed = job.make_method(), job.job.seed
-        dtype = method.dtype if isinstance(method, ZeroOrder) else torch.float32
-        model = build_model(job.model, seed, cache_dir, progress, device=device, local=local, dtype=dtype)
-        trainer = cls(job, corpus, model, device=device, memory=machine.memory, progress=progress)
+        trainer = cls(job, corpus, build_model(job, machine, local), machine)
         trainer.local = local
         return trainer
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from swarmnet_node.training.data.sampler import BatchSampler, Share
-from swarmnet_node.training.model import build_model, read_model, write_model
-from swarmnet_node.training.steps import expert_balance
-from swarmnet_node.training.steps.expert_balance import BIAS, STEP
+from swarmnet_node.training.model import expert_balance
+from swarmnet_node.training.model.building import build_model, read_model, write_model
+from swarmnet_node.training.model.expert_balance import BIAS, STEP
 from swarmnet_node.training.steps.trained_model import learning_rate
 from swarmnet_node.training.steps.trainer import Trainer
+from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from tests.support.models.hub_families import FAMILIES
 from tests.support.models.rounding import assert_near
@@ -151,6 +152,6 @@ def test_fine_tuning_begins_with_the_biases_of_the_checkpoint(tmp_path: Path) ->
     trainer.steps(0, 0, 3)
     write_model(trainer._model, trainer.parameters(), tmp_path / "out")
     job = tiny_job(tmp_path, model={"config": None, "checkpoint": str(tmp_path / "out")})
-    model = build_model(job.model, 0, tmp_path / "cache")
+    model = build_model(job, TrainingMachine(tmp_path / "cache", 1))
     found = [each for name, each in model.named_parameters() if BIAS in name]
     assert torch.equal(torch.stack(found), biases(trainer))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from swarmnet_node.training.model import build_model, flatten
+from swarmnet_node.training.model.building import build_model, flatten
 from swarmnet_node.training.steps.flat_model import FlatModel
 from swarmnet_node.training.steps.inner_optimizer import InnerOptimizer
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
@@ -31,7 +31,7 @@ def test_steps_by_muon_equal_a_plain_pytorch_loop(tmp_path: Path) -> None:
     started = trainer.parameters()
     trainer.steps(0, 1, 5)
     job = tiny_job(tmp_path, **MUON)
-    model: Any = build_model(job.model, job.job.seed, tmp_path)
+    model: Any = build_model(job, TrainingMachine(tmp_path, 1))
     t = job.training
     hidden = [each for name, each in model.named_parameters() if each.dim() == 2 and "embed" not in name]
     others = [each for name, each in model.named_parameters() if each.dim() != 2 or "embed" in name]
@@ -57,7 +57,7 @@ def test_steps_by_muon_equal_a_plain_pytorch_loop(tmp_path: Path) -> None:
 def test_hidden_matrices_are_neither_embeddings_nor_biases(tmp_path: Path) -> None:
     config = CONFIG | FAMILIES["gpt_oss"].config | {"vocab_size": 256, "tie_word_embeddings": False}
     job = tiny_job(tmp_path, model={"config": config})
-    model = build_model(job.model, 0, tmp_path)
+    model = build_model(job, TrainingMachine(tmp_path, 1))
     flat = FlatModel(model, torch.device("cpu"), AUTOMATIC)
     starts, done = {}, 0
     for name, parameter in model.named_parameters():

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from swarmnet_node.training.model import model_config
+from swarmnet_node.training.model.config import model_config
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import partial_model, resolve
 from swarmnet_protocols.models.checkpoints import saved_tokenizer

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from swarmnet_node.training.job_store import check_job
-from swarmnet_node.training.model import STAGE_FILE, read_model
+from swarmnet_node.training.model.building import STAGE_FILE, read_model
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.training.job_settings import Job, JobError

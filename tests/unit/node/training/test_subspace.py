@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.training.model import build_model, check_model, with_cuts
-from swarmnet_node.training.stage_model import build_stage
-from swarmnet_node.training.steps.subspace import FAMILIES, enter_subspace
+from swarmnet_node.training.model.building import build_model
+from swarmnet_node.training.model.checks import check_model, with_cuts
+from swarmnet_node.training.model.stage_model import build_stage
+from swarmnet_node.training.model.subspace import FAMILIES, enter_subspace
 from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.training.job_settings import Job, JobError
 from tests.support.models.rounding import assert_near
@@ -34,9 +35,10 @@ def job_of(folder: Path, config: dict[str, Any], rank: int = RANK) -> Job:
 def test_stages_in_a_subspace_are_an_ordinary_model(family: str, tmp_path: Path) -> None:
     job = job_of(tmp_path, config_of(family))
     first, *later = (build_stage(job, stage, tmp_path) for stage in range(4))
-    seed = job.job.seed
-    ordinary: Any = build_model(job.model, seed + 1, tmp_path)
-    entered: Any = build_model(job.model, seed, tmp_path)
+    seed, machine = job.job.seed, TrainingMachine(tmp_path, 1)
+    other = job.model_copy(update={"job": job.job.model_copy(update={"seed": seed + 1})})
+    ordinary: Any = build_model(other, machine)
+    entered: Any = build_model(job, machine)
     subspace = enter_subspace(entered, entered.named_modules(), rank=RANK, seed=seed)
     ids = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(3))
 

@@ -13,14 +13,16 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
-from swarmnet_node.training.model import build_model, check_model, checkpoint_of, trained_parameters
+from swarmnet_node.training.model.building import build_model, trained_parameters
+from swarmnet_node.training.model.checks import check_model
+from swarmnet_node.training.model.config import checkpoint_of
 from swarmnet_node.training.steps.trained_model import learning_rate
 from swarmnet_node.training.steps.trainer import Trainer
 from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.partial_model import weight_bytes
 from swarmnet_protocols.quantization.formats import PRECISIONS
-from swarmnet_protocols.training.job_settings import JobError, ModelSection
+from swarmnet_protocols.training.job_settings import JobError
 from swarmnet_protocols.training.memory_needs import MemoryNeeds
 from tests.support.models.rounding import assert_near
 from tests.support.network.virtual_time import run
@@ -168,16 +170,12 @@ def test_workers_fetch_the_checkpoint_from_each_other(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     theirs = resolve(str(base), cache_dir=tmp_path / "theirs")
     theirs.verify()
-    section = ModelSection(
-        checkpoint=f"org/base@{'a' * 40}",
-        manifest=theirs.manifest.hash.hex(),
-        train="lora",
-        targets=("q_proj",),
-    )
+    published = {"checkpoint": f"org/base@{'a' * 40}", "manifest": theirs.manifest.hash.hex()}
+    job = tiny_job(tmp_path, model=lora(base) | published)
     with weight_swarm() as swarm:
         swarm.host(theirs.shared())
-        ours = checkpoint_of(section, tmp_path / "ours", peers=swarm.peers({}))
-        fetched: Any = build_model(section, 0, tmp_path / "ours", local=ours)
-    at_hand: Any = build_model(section, 0, tmp_path / "theirs", local=theirs)
+        ours = checkpoint_of(job.model, tmp_path / "ours", peers=swarm.peers({}))
+        fetched: Any = build_model(job, TrainingMachine(tmp_path / "ours", 1), ours)
+    at_hand: Any = build_model(job, TrainingMachine(tmp_path / "theirs", 1), theirs)
     ids = torch.arange(1, 17)[None]
     assert torch.equal(fetched(input_ids=ids).logits, at_hand(input_ids=ids).logits)

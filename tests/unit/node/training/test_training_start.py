@@ -34,7 +34,7 @@ from swarmnet_node.training.job_store import (
     store_job,
     store_local_files,
 )
-from swarmnet_node.training.model import check_model
+from swarmnet_node.training.model.checks import check_model
 from swarmnet_node.training.start import Training, WorkerConfig, _available_bytes, start
 from swarmnet_node.training.steps.memory_options import AUTOMATIC
 from swarmnet_node.training.steps.training_machine import TrainingMachine

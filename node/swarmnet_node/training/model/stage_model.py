@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnet_node.training.initial_weights import draw_weights, materialize, undrawn
-from swarmnet_node.training.model import checkpoint_of, model_config
-from swarmnet_node.training.steps.subspace import Subspace, enter_subspace
+from swarmnet_node.training.model.config import checkpoint_of, model_config
+from swarmnet_node.training.model.initial_weights import draw_weights, materialize, undrawn
+from swarmnet_node.training.model.subspace import Subspace, enter_subspace
 from swarmnet_protocols.models import LocalModel, Progress
 from swarmnet_protocols.models.partial_model import (
     EMBEDDING_SCALE,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from swarmnet_node.training.initial_weights import draw_weights
+from swarmnet_node.training.model.initial_weights import draw_weights
 from swarmnet_protocols.training.job_settings import JobError, StagesSection
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
