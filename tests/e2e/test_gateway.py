@@ -257,19 +257,30 @@ def test_multiple_choice_scores_as_with_local_transformers(client: Any, cache_di
 
 
 def test_a_node_killed_in_mid_answer_is_not_noticed(lab: Swarm, client: Any, gateway: GatewayProcess) -> None:
-    undisturbed = client.chat.completions.create(**STORY).choices[0].message.content
+    """The victim computes this answer: a host may also have the sessions of an audit alone."""
+    replaceable = {
+        node.ready["peer_id"]: node for name, node in lab.nodes.items() if name.startswith("15-30")
+    }
+    story = STORY | {"max_tokens": 96}
+    undisturbed = client.chat.completions.create(**story).choices[0].message.content
+    failovers = _failovers(gateway)
     text = ""
     struck = None
-    for chunk in client.chat.completions.create(**STORY, stream=True):
-        text += chunk.choices[0].delta.content or ""
-        if struck is None and len(text) > 12:
-            replaceable = [node for node in lab.nodes.values() if node.name.startswith("15-30")]
-            struck = next(node for node in replaceable if node.status.host.record.sessions)
+    for chunk in client.chat.completions.create(**story, stream=True, stream_options={"include_trace": True}):
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        route = chunk.model_extra.get("swarmnet", {}).get("route", ())
+        if struck is None and route:
+            struck = next(replaceable[hop["peer"]] for hop in route if hop["peer"] in replaceable)
             kill(struck)
     assert struck is not None
     assert text == undisturbed
+    assert _failovers(gateway) > failovers
+
+
+def _failovers(gateway: GatewayProcess) -> float:
     metrics = httpx.get(f"{gateway.url}/metrics", headers={"authorization": f"Bearer {KEY}"}).text
-    assert f'swarmnet_gateway_failovers{{model_name="{MODEL}"}} 1.0' in metrics
+    name = f'swarmnet_gateway_failovers{{model_name="{MODEL}"}} '
+    return float(next(line.removeprefix(name) for line in metrics.splitlines() if line.startswith(name)))
 
 
 def test_costly_bodies_leave_answers_and_memory_alone(client: Any, gateway: GatewayProcess) -> None:
