@@ -134,7 +134,7 @@ class Exchanges:
         else:
             roster = await self.matchmaking.form_group(me, others, self._rates.bytes_per_s(), spent)
             self.workers.set_roster(roster.members)
-        self.pace.others_s = [member.round_s for member in roster.members]
+        self.pace.rounds_s = [member.round_s for member in roster.members]
         return roster
 
     async def start(

@@ -4,6 +4,7 @@ A replica has a model, an inner optimizer, the outer state and a residual. It is
 thread-safe: ``Worker`` calls it on its computing thread.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -46,9 +47,12 @@ class Replica:
         self._begin(trainer.parameters() if self.method.kind == "parameters" else trainer.view())
         self._feedback = self._new_feedback()
 
-    def steps(self, round: int, slot: int, first: int, end: int) -> StepReport:
-        """Run the inner steps [first, end) of a round on the slot's share of the data."""
-        return self._whole.steps(round, slot, end - first, first=first)
+    def steps(
+        self, round: int, slot: int, first: int, end: int, limit: tuple[int, float] = (0, math.inf)
+    ) -> StepReport:
+        """Run the inner steps [first, end) of a round on the slot's share of the data, or fewer
+        with a ``limit`` (see ``Trainer.steps``)."""
+        return self._whole.steps(round, slot, end - first, first=first, limit=limit)
 
     def contribution(self, round: int, slot: int) -> tuple[Values, StepReport]:
         """Return the contribution to a round, and the work done for it after the inner steps.
@@ -220,4 +224,4 @@ def combined(one: StepReport, other: StepReport) -> StepReport:
     """Return the sum of two reports, with the loss weighted by tokens."""
     tokens = one.tokens + other.tokens
     loss = (one.loss * one.tokens + other.loss * other.tokens) / max(1, tokens)
-    return StepReport(loss, tokens, one.seconds + other.seconds)
+    return StepReport(loss, tokens, one.seconds + other.seconds, one.steps + other.steps)

@@ -450,8 +450,8 @@ class Worker:
             self._slot, report = (self._slot, done) if done else (None, NO_STEPS)
         else:
             before_s = self._pace.spent.compute
-            report = await self._compute(self._replica.steps, self.round, slot, first, end)
-            self._pace.stepped(end - first, self._pace.spent.compute - before_s)
+            report = await self._compute(self._replica.steps, self.round, slot, first, end, self._pace.limit)
+            self._pace.stepped(report.steps, self._pace.spent.compute - before_s)
         self._count(report)
         return report
 

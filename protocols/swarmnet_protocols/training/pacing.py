@@ -2,8 +2,9 @@
 
 Each worker measures its ``Speed``, and tells the others the seconds that its longest round takes.
 The fastest worker sets the time of a round and takes all of its inner steps. A slower one takes as
-many as it can in that time (FedCompass, Li et al., arXiv 2309.14675). Contributions are
-weighted by tokens, so fewer steps count for less.
+many as it can in that time (FedCompass, Li et al., arXiv 2309.14675). It also ends its steps soon
+after that time if its machine became slower meanwhile. Contributions are weighted by tokens, so
+fewer steps count for less.
 """
 
 import math
@@ -21,6 +22,11 @@ With less, a worker that claims a false speed could reduce the others' steps fur
 faster workers wait for a machine that is slower by a smaller factor.
 """
 
+SLACK = 1.25
+"""Part of a round's time after which a worker ends its inner steps, though it planned more.
+
+With less, jitter costs steps. With more, all wait longer for a machine that its owner began to use.
+"""
 
 LEAST_WAIT_S = 1.0
 """Shortest wait that is reported. With less, a worker is named for the jitter of its network."""
@@ -90,8 +96,12 @@ def steps_in_time(mine: Speed, rounds_s: Iterable[float], most: int) -> int:
     At least ``LEAST_SHARE`` of ``most``, and at least one.
     """
     fastest_s = min([mine.round_s(most), *(each for each in rounds_s if each > 0)])
-    least = max(1, round(most * LEAST_SHARE))
-    return min(most, max(least, round((fastest_s - mine.rest_s) / mine.step_s)))
+    return min(most, max(least_steps(most), round((fastest_s - mine.rest_s) / mine.step_s)))
+
+
+def least_steps(most: int) -> int:
+    """Return the fewest inner steps that a worker takes in a round with ``most``."""
+    return max(1, round(most * LEAST_SHARE))
 
 
 def kept_share(staleness: int) -> float:
@@ -125,8 +135,8 @@ class WorkerPace:
         """The seconds that this worker spent since the last roster."""
         self.computed_s = 0.0
         """Seconds of computing so far."""
-        self.others_s: Sequence[float] = ()
-        """Seconds that ``most`` inner steps take each other worker; 0 for an unknown time."""
+        self.rounds_s: Sequence[float] = ()
+        """Seconds that ``most`` inner steps take each worker; 0 for an unknown time."""
         self._most = most
         self._most_overlap = most_overlap
         self._speed = Speed(step_s) if step_s else None
@@ -160,7 +170,15 @@ class WorkerPace:
     @property
     def steps(self) -> int:
         """Inner steps with which all workers end this round together."""
-        return self._most if self._speed is None else steps_in_time(self._speed, self.others_s, self._most)
+        return self._most if self._speed is None else steps_in_time(self._speed, self.rounds_s, self._most)
+
+    @property
+    def limit(self) -> tuple[int, float]:
+        """The fewest inner steps of this round, and the seconds after which this worker takes no
+        more. Infinite without another worker that may wait."""
+        known = [each for each in self.rounds_s if each > 0]
+        most_s = SLACK * min(known) + LEAST_WAIT_S if len(known) > 1 else math.inf
+        return least_steps(self._most), most_s
 
     @property
     def overlap(self) -> int:

@@ -1,5 +1,6 @@
 """The inner loop: optimizer steps of one worker on the samples of its slot."""
 
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import Self
@@ -24,12 +25,14 @@ from swarmnet_protocols.training.job_settings import Job, JobError
 class StepReport:
     """The work of some inner steps.
 
-    ``loss``: mean in nats over ``tokens`` predicted tokens. ``seconds``: computing time.
+    ``loss``: mean in nats over ``tokens`` predicted tokens. ``seconds``: computing time. ``steps``:
+    their number, if a limit of time decided it.
     """
 
     loss: float
     tokens: int
     seconds: float
+    steps: int = 0
 
 
 class Trainer(TrainedModel):
@@ -64,19 +67,26 @@ class Trainer(TrainedModel):
     def epsilon(self, rounds: int, repeated: int) -> float | None:
         return None if self._private is None else self._private.epsilon(rounds, repeated)
 
-    def steps(self, round: int, slot: int, count: int, *, first: int = 0) -> StepReport:
-        """Run the inner steps [first, first + count) of a round."""
+    def steps(
+        self, round: int, slot: int, count: int, *, first: int = 0, limit: tuple[int, float] = (0, math.inf)
+    ) -> StepReport:
+        """Run the inner steps [first, first + count) of a round.
+
+        ``limit``: begin no further step after so many, if so many seconds have passed.
+        """
         started = time.perf_counter()
-        losses, tokens = torch.zeros((), device=self._device), 0
-        for step in range(first, first + count):
-            self.report_steps(step)
-            loss, counted = self._backward(round, step, slot)
-            self._update(round, step)
+        losses, tokens, done = torch.zeros((), device=self._device), 0, 0
+        least, most_s = limit
+        while done < count and (done < least or time.perf_counter() - started < most_s):
+            self.report_steps(first + done)
+            loss, counted = self._backward(round, first + done, slot)
+            self._update(round, first + done)
             losses += loss
             tokens += counted
+            done += 1
         self._flat.free_gradients()
-        self.report_steps(first + count)
-        return StepReport(float(losses) / max(1, count), tokens, time.perf_counter() - started)
+        self.report_steps(first + done)
+        return StepReport(float(losses) / max(1, done), tokens, time.perf_counter() - started, done)
 
     def time_step(self) -> None:
         """Measure ``step_s`` with a gradient that is discarded."""

@@ -130,6 +130,14 @@ def test_a_round_in_two_parts_equals_one_in_one(tmp_path: Path) -> None:
     assert torch.equal(whole.parameters(), parts.parameters())
 
 
+def test_no_step_begins_after_the_time_of_the_others(tmp_path: Path) -> None:
+    cut, whole = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
+    report = cut.steps(0, 1, 5, limit=(2, 0.0))
+    expected = whole.steps(0, 1, 2)
+    assert (report.steps, report.tokens, report.loss) == (2, expected.tokens, expected.loss)
+    assert torch.equal(cut.parameters(), whole.parameters())
+
+
 def test_slots_train_on_different_samples(tmp_path: Path) -> None:
     one, other = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
     one.steps(0, 0, 1)

@@ -1,5 +1,7 @@
 """Steps of workers of unequal speed."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from swarmnet_protocols.training.pacing import (
     Speed,
     Spent,
     Wait,
+    WorkerPace,
     kept_share,
     overlap_of,
     steps_in_time,
@@ -41,6 +44,15 @@ def test_a_worker_ends_half_a_step_from_the_fastest(step_s: float, others: list[
 @defence("a false speed takes few steps from others", off=replacing(pacing, "LEAST_SHARE", 0.0))
 def test_a_false_speed_leaves_the_others_a_sixteenth() -> None:
     assert steps_in_time(Speed(1.0), [1e-9], MOST) == MOST // 16
+
+
+def test_a_worker_that_became_slower_ends_with_the_others() -> None:
+    pace = WorkerPace(MOST, 0, 1.0)
+    assert pace.limit == (3, math.inf)
+    pace.rounds_s = [48.0]
+    assert pace.limit == (3, math.inf)  # nobody waits for it
+    pace.rounds_s = [48.0, 0.0, 20.0]
+    assert pace.limit == (3, 26.0)
 
 
 @pytest.mark.parametrize(
