@@ -24,7 +24,7 @@ class NotAuthorised(SwarmnetError):
 
 
 class Unreachable(SwarmnetError):
-    """None of the peers that are needed answers."""
+    """None of the needed peers answers."""
 
 
 class NetworkStopped(SwarmnetError):

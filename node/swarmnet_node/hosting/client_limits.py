@@ -84,8 +84,8 @@ class ClientLimits:
         """Return the longest wait in seconds that a session may expect. A longer one is refused.
 
         A session that ``continues`` an answer may wait twice as long, because a refusal would lose
-        started work. Both times are well below ``Timing.stall_s``, when clients give up a host that
-        computes nothing for them.
+        started work. Both times are well below ``Timing.stall_s``, after which clients give up a
+        host that computes nothing for them.
         """
         return CONTINUED_WAITS * self.max_wait_s if continues else self.max_wait_s
 

@@ -57,9 +57,9 @@ class SessionSequences:
         )
         before = dict(self.caches)
         overwritten = {row.sequence for row in rows}
-        # A beam search permutes its sequences at almost every step. Each cache that has one heir
-        # just changes its number; only a cache with several heirs, or one that goes on under its
-        # own number, is copied.
+        # A beam search permutes its sequences at almost every step. A cache with one heir just
+        # changes its number. It is copied only if it has several heirs, or continues under its own
+        # number.
         copied = [
             row.sequence
             for row in rows

@@ -92,8 +92,8 @@ def slot_to_evict(
 
     None if all are in use. ``for_batch``: the client's work is a batch, which evicts no other. The
     choice starts with the subnet (/24 or /48) that holds the most, and there with the peer that
-    holds the most. Of this peer's slots, one that never had work goes first, then the one idle for
-    longest.
+    holds the most. Of this peer's slots, a slot that never had work goes first, then the slot that
+    is idle for longest.
     """
     places = [
         Place(slot.subnet, slot.peer, held, (slot.has_worked, slot.since), slot)

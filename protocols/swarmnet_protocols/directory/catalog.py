@@ -26,8 +26,8 @@ TOPIC = "catalog"
 MADE_TOPIC = "catalog/made"
 """Topic of jobs that a machine made. They may have no workers yet.
 
-Replicas keep one record of a peer under a topic, and replace it only by one that expires later.
-Under ``TOPIC``, a job that a machine made would shut out the model that it hosts for a day.
+Replicas keep one record of a peer under a topic, and replace it only by a record that expires
+later. Under ``TOPIC``, a job that a machine made would shut out the model that it hosts for a day.
 """
 MAX_NAME_CHARS = 128
 MAX_MODELS = 32
@@ -191,7 +191,7 @@ def merge(bodies: Iterable[bytes]) -> Catalog:
 
 def _most_used(names: Counter[tuple[str, int, int, int]]) -> tuple[str, int, int, int]:
     """Return the description that most hosts give. A host that has not read its model yet knows no
-    context, so of equally frequent ones the longest context wins."""
+    context, so among equally frequent descriptions the longest context wins."""
     return min(names, key=lambda each: (-names[each], -each[2], each))
 
 

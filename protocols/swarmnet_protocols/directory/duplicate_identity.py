@@ -1,8 +1,8 @@
 """Detects a duplicate identity: another process that uses the same key on the network.
 
 1. Each process announces its addresses with a number that grows, under a topic of its identity.
-2. Before each announcement the process looks for the newest one. A number above its own last one
-   was written by another process, and recently: what an earlier process left over has a lower one.
+2. Before each announcement the process looks for the newest one. A higher number than its own last
+   one comes from another process that runs now: earlier processes left lower numbers.
 3. The owner is warned, and neither process stops. Nobody can decide which process is legitimate.
    Otherwise a thief of the key could stop the owner's node.
 """
@@ -62,7 +62,7 @@ class DuplicateWatch:
         self._highest = 0
         """The highest number announced by this process or found; 0 before the first look."""
         self._addresses: tuple[str, ...] = ()
-        """Where the duplicate was last."""
+        """Addresses where the duplicate was last found."""
         self._heard_at = -math.inf
         """Loop time at which its last announcement was found."""
         self._warned = ""

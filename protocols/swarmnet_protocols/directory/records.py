@@ -120,9 +120,9 @@ class Publisher:
         sequence, expires_at = int(now * 1000), now + lifetime_s
         if last := self._last.get(topic):
             sequence = max(sequence, last.sequence + 1)
-            # A replica replaces a record only by one that expires later, so the next record has to
-            # outlive the last. There is one exception: the clock was ahead when the last record was
-            # sealed. Replicas refused that record, because it was valid for too long, and would
+            # A replica replaces a record only by a record that expires later, so the next one has
+            # to outlive the last. There is one exception: the clock was ahead when the last record
+            # was sealed. Replicas refused that record, because it was valid for too long, and would
             # refuse a longer one.
             if last.expires_at < now + self.max_lifetime_s:
                 expires_at = max(expires_at, last.expires_at + 0.001)

@@ -39,8 +39,8 @@ MAX_FOUND = 16
 SAMPLED = MAX_FOUND
 """Records that a storing peer draws: one from each network before a second one from any.
 
-More than the number taken would leave room for a network that publishes many records, with
-addresses that it claims in any subnet. Fewer would leave out real relays.
+With more, a network that publishes many records could fill the rest, with addresses that it claims
+in any subnet. With fewer, real relays would be missing.
 """
 MAX_ANSWERED = 4
 """Most relays that a peer remembers because they have held a reservation."""

@@ -30,8 +30,8 @@ CHANGE_S = 60.0
 """Seconds that a client waits while no revision has hosts for all blocks. With less, it fails while
 hosts load the next revision. With more, people wait for a job that nobody serves any more."""
 RETRY_S = 1.0
-"""Seconds between two looks meanwhile. With less, the directory is asked too often. With more, an
-answer begins later."""
+"""Seconds between two looks during ``CHANGE_S``. With less, the directory is asked too often. With
+more, an answer begins later."""
 _MIN_PREFIX = 4
 """Least digits that name a job, as in ``job_names.MIN_PREFIX``."""
 _NAME = re.compile(rf"(?P<job>.{{1,64}})-(?P<id>[0-9a-f]{{{ID_DIGITS}}})-r(?P<rounds>[0-9]{{1,8}})")
@@ -80,7 +80,7 @@ def revisions(models: Iterable[N], job: str) -> list[N]:
 async def hosted_revision(
     directory: Directory, job: str, *, after: int = -1, partly: bool = False
 ) -> CatalogModel | None:
-    """Return the newest revision of a job whose hosts are there, or None.
+    """Return the newest revision of a job that has hosts for all blocks, or None.
 
     The catalog still names revisions whose hosts have gone. ``after``: the rounds of a revision
     that is known. ``partly``: hosts of some blocks are enough. Raises as ``revisions``.

@@ -115,10 +115,10 @@ async def pair(
 ) -> Paired:
     """Find a house in the local network and get an invite for the identity in ``identity_path``.
 
-    - ``name``: of this machine. The house shows it and labels the invite with it.
+    - ``name``: the name of this machine. The house shows it, and labels the invite with it.
     - ``choose``: returns which of several houses to enter.
-    - ``ask``: returns the code that somebody types, given the name of the house and the result of
-      the try before: None before the first, else as in :func:`try_code`.
+    - ``ask``: returns the code that somebody types. It takes the name of the house, and the result
+      of the last try as in :func:`try_code`; None at first.
 
     Raises ``Unreachable`` if there is no house, and ``NotAuthorised`` if it refuses.
     """

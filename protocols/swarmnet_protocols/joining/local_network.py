@@ -9,7 +9,7 @@ With it, a swarm file without addresses is enough.
 3. A found peer is used like a bootstrap peer. Every peer contacts each found peer once, even if it
    knows others. So two groups that began apart become one.
 
-Anyone in the local network may send answers. Those without a record of this swarm are dropped
+Anyone in the local network may send answers. Answers without a record of this swarm are dropped
 before any part of them is stored (:class:`_Ear`), so they take no peer's place. Number and size of
 records are bounded. Only addresses in networks of this machine's interfaces are dialled. libp2p's
 peer id and the membership handshake prove who answers there.

@@ -27,8 +27,8 @@ from swarmnet_protocols.wire.roles import ANY_ROLE
 _log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Seconds between two looks at the files. A change counts once it is as old as that, because a
-rotation replaces first the swarm file and then the key."""
+"""Seconds between two looks at the files. A change counts once it is that old, because a rotation
+replaces first the swarm file and then the key."""
 SEEN_S = 60.0
 """Seconds between two records of the connected members."""
 

@@ -216,7 +216,7 @@ class Found:
 
 
 async def knock(stream: NewcomerStream, name: str) -> Found:
-    """Knock at a house, which then shows a code. ``name``: of this machine. Raises
+    """Knock at a house, which then shows a code. ``name``: the name of this machine. Raises
     ``SwarmnetError``."""
     await stream.send(pb.PairingRequest(knock=pb.Knock(name=name[:MAX_NAME_CHARS])))
     reply, _ = await stream.receive()
@@ -266,7 +266,7 @@ def house_side(code: str, *, newcomer: PeerId, house: PeerId) -> "SPAKE2_B":
 
 
 def finished(exchange: "SPAKE2_A | SPAKE2_B", element: bytes) -> bytes | None:
-    """Return the key of a run, or None for an ``element`` that is none."""
+    """Return the key of a run, or None for an invalid ``element``."""
     from spake2 import SPAKEError
     from spake2.ed25519_basic import NotOnCurve
 

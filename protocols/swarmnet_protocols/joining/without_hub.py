@@ -27,9 +27,9 @@ def resolve_in_swarm(
 ) -> "LocalModel":
     """Return the model with this name. ``max_disk_bytes`` is as for ``resolve``.
 
-    If the hub does not answer or lacks the model, peers send its outline. The swarm file names the
-    model, or else peers announce a model under this name. Or else they announce revisions of a job
-    with this name or id: then the newest revision is returned. ``enter`` enters the swarm. Do not
+    If the hub does not answer or lacks the model, peers send its outline. The name is looked up in
+    the swarm file, then among the models that peers announce, then among the jobs whose revisions
+    they announce. Of a job, the newest revision is returned. ``enter`` enters the swarm. Do not
     call this on a thread with a running loop. Raises what ``resolve``, ``enter`` and ``connect``
     raise.
     """

@@ -116,7 +116,8 @@ async def cancel(*tasks: "asyncio.Future[Any] | None") -> None:
 async def in_background(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
     """Run ``coroutines`` while the context is open, and cancel them at its end.
 
-    Unlike in a ``TaskGroup``, one that ends or fails stops neither the others nor the context.
+    Unlike in a ``TaskGroup``, a coroutine that ends or fails stops neither the others nor the
+    context.
     """
     tasks = [asyncio.create_task(each) for each in coroutines]
     try:

@@ -27,8 +27,8 @@ MEASURE_S = 0.4
 """Seconds of measuring. With more, the first start takes noticeably longer. With less, each case is
 timed fewer than about ten times, and noise of other programs enters the least time."""
 MARGIN = 0.95
-"""A simpler target replaces a better one that takes longer, if it needs at most this part of its
-time. With a larger part, noise would choose. With a smaller part, real gains would be lost."""
+"""A simpler target replaces a better one if it takes at most this part of the better one's time.
+With a larger part, noise would choose. With a smaller part, real gains would be lost."""
 Times = dict[str, list[float]]
 """Target → least seconds of each case. The best target comes first."""
 _CALL_PACE = """

@@ -45,9 +45,10 @@ COMPILE = (
 )
 LINK = ("-shared", "-Wl,-Bsymbolic")  # its own `times`, not that of libc
 COMPILER_TIMEOUT_S = 300.0
-"""Compiling takes eight seconds of a fast core, and a minute on a busy or slow machine."""
+"""Timeout in seconds. Compiling takes eight seconds of a fast core, and a minute on a busy or slow
+machine."""
 TRIAL_TIMEOUT_S = 20.0
-"""A trial takes a tenth of a second, and longer on a busy machine."""
+"""Timeout in seconds. A trial takes a tenth of a second, and longer on a busy machine."""
 IN_WHEEL = Path(__file__).with_name("compiled")
 """Libraries that came with the installed wheel. A clone has no such folder."""
 _CHOSEN = {"target": ""}

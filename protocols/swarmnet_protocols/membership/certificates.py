@@ -1,9 +1,8 @@
 """Certificates: signed statements that a peer is a member of a swarm, with roles and an end.
 
 A certificate names its peer, and libp2p authenticates the peer's id on every connection. So no
-other peer can use the certificate. It may also name the client on the same machine, so that a
-machine needs one certificate for the two: the client then asks the swarm that its node works for.
-The life of a certificate:
+other peer can use the certificate. It may also name the client on the same machine. Then the node
+and the client of a machine need only one certificate. The life of a certificate:
 
 1. An issuer makes it with :func:`issue`.
 2. Other peers check it with :func:`open_certificate`.

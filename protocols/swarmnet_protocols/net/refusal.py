@@ -23,8 +23,8 @@ class Refusal(SwarmnetError):
     A handler raises it, or passes it to ``Stream.refuse``.
 
     - ``detail``: a text that any peer may read.
-    - ``retry_after_s``: seconds after which the other side may try again; 0 if they are not known,
-      or if trying again is useless.
+    - ``retry_after_s``: seconds after which the other side may try again; 0 if unknown, or if
+      trying again is useless.
     - ``unix_time``: the clock of this side, if the refusal depends on the time; 0: not sent.
     """
 

@@ -70,8 +70,8 @@ class PackedExperts:
     products: Products
 
     def linear(self, expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Rows [n, inputs] times the matrix of one expert: [n, outputs]. Raises ``LookupError`` for
-        an expert that is not here."""
+        """Multiply rows [n, inputs] by the matrix of one expert: [n, outputs]. Raises
+        ``LookupError`` for an expert that is not here."""
         matrix = self.matrices.get(expert)
         if matrix is None:
             raise LookupError(f"expert {expert} is not on this machine")
@@ -118,8 +118,8 @@ def compute_experts(
 
 
 def compute_expert(module: ExpertsModule, expert: int, rows: torch.Tensor) -> torch.Tensor:
-    """The outputs of one expert for rows [n, D], not weighted: [n, D]. Raises ``LookupError`` if it
-    is not here."""
+    """Return the outputs of one expert for rows [n, D], not weighted: [n, D]. Raises
+    ``LookupError`` if it is not here."""
     if module.has_gate:
         inner = module._apply_gate(_product(module, "gate_up_proj", expert, rows))
     else:
@@ -180,7 +180,7 @@ def drop_experts(module: ExpertsModule, experts: Collection[int]) -> None:
 
 
 def device_of(module: ExpertsModule) -> torch.device:
-    """The device of the experts that are on this machine, at least one."""
+    """Return the device of the experts that are on this machine, at least one."""
     weight = module.down_proj
     if isinstance(weight, PackedExperts):
         return next(iter(weight.matrices.values())).device
@@ -189,8 +189,8 @@ def device_of(module: ExpertsModule) -> torch.device:
 
 
 def expert_bytes(module: ExpertsModule) -> int:
-    """Mean bytes of the matrices of an expert on this machine; 0 if there is none, or if they are
-    merged."""
+    """Return the mean bytes of the matrices of an expert on this machine; 0 if there is none, or if
+    they are merged."""
     found = [each for name in _WEIGHTS if isinstance(each := getattr(module, name, None), PackedExperts)]
     return sum(each.nbytes // max(1, len(each.matrices)) for each in found)
 
@@ -226,6 +226,6 @@ def install_experts(model: nn.Module, weights: Mapping[str, ExpertMatrices], pro
 
 
 def packed_experts_bytes(model: nn.Module) -> int:
-    """Bytes of the packed experts in a model."""
+    """Return the bytes of the packed experts in a model."""
     found = (value for module in model.modules() for value in vars(module).values())
     return sum(value.nbytes for value in found if isinstance(value, PackedExperts))

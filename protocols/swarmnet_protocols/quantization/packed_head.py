@@ -62,7 +62,7 @@ class PackedHead(nn.Linear):
         )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., inputs] to [..., outputs]."""
+        """Map [..., inputs] to [..., outputs]."""
         learns = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
         if learns or input.dtype != torch.float32 or not self.is_packed:
             return super().forward(input)

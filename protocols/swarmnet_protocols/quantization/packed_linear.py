@@ -15,8 +15,8 @@ from swarmnet_protocols.quantization.products import Products
 def linear(
     products: Products, inputs: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``inputs`` [..., columns], times the matrix [rows, columns], plus ``bias`` [rows]. Gradients
-    flow to the inputs; weights are frozen."""
+    """Return ``inputs`` [..., columns] times the matrix [rows, columns], plus ``bias`` [rows].
+    Gradients flow to the inputs; weights are frozen."""
     if torch.is_grad_enabled() and inputs.requires_grad:
         # Autograd forbids changes in place, such as LoRA's, to a view that a function returns.
         flat = inputs.reshape(-1, weight.shape[1])
@@ -55,7 +55,7 @@ class PackedLinear(nn.Linear):
         return torch.empty(0, dtype=torch.uint8, device=self.packed.device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., columns] to [..., rows]."""
+        """Map [..., columns] to [..., rows]."""
         return linear(self._products, input, self.packed, self.bias)
 
 
@@ -70,7 +70,7 @@ class PackedEmbedding(nn.Module):
         self._products = products
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Ids [...] to embeddings [..., columns], float32."""
+        """Map ids [...] to embeddings [..., columns], float32."""
         return self._products.select(self.packed, input.flatten()).view(*input.shape, -1)
 
 
@@ -101,6 +101,7 @@ def can_be_packed(module: nn.Module | None) -> TypeGuard[nn.Linear | nn.Embeddin
 
 
 def packed_bytes(model: nn.Module) -> int:
-    """Bytes of the packed weights in a model. A matrix that several modules share counts once."""
+    """Return the bytes of the packed weights in a model. A matrix that several modules share counts
+    once."""
     packed = (each.packed for each in model.modules() if isinstance(each, PackedLinear | PackedEmbedding))
     return sum(matrix.nbytes for matrix in {id(matrix): matrix for matrix in packed}.values())

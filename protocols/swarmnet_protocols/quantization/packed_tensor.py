@@ -83,7 +83,8 @@ class Segment:
         return as_tensor(self.by_rows)
 
     def part(self, first: int, end: int) -> "Segment":
-        """Rows [first, end), on the same memory. Raises ``ValueError`` for a part of a group."""
+        """Return rows [first, end), on the same memory. Raises ``ValueError`` for a part of a
+        group."""
         if not self.is_interleaved:
             return Segment(self.format, self.data[first:end])
         if first % GROUP or (end % GROUP and end != self.rows):
@@ -91,7 +92,7 @@ class Segment:
         return Segment(self.format, self.data[first // GROUP : -(-end // GROUP)], end - first)
 
     def dequantize(self) -> "torch.Tensor":
-        """The weights, float32 [rows, columns], exactly as gguf's Python code computes them.
+        """Return the weights, float32 [rows, columns], exactly as gguf's Python code computes them.
 
         Raises ``ValueError`` if rows are interleaved: ``Products.dequantize`` reads those.
         """
@@ -118,7 +119,7 @@ class PackedTensor:
 
     @classmethod
     def of(cls, format: Format, data: "Array | torch.Tensor") -> "PackedTensor":
-        """A matrix of one format, on the memory of its bytes [rows, bytes of a row]. Raises
+        """Return a matrix of one format, on the memory of its bytes [rows, bytes of a row]. Raises
         ``ValueError`` as ``Segment``."""
         if not isinstance(data, np.ndarray) and data.device.type == "cpu":
             data = data.numpy()
@@ -126,12 +127,12 @@ class PackedTensor:
 
     @classmethod
     def of_numbers(cls, matrix: Array) -> "PackedTensor":
-        """A matrix of float32 [rows, columns], on the same memory if it is contiguous."""
+        """Return a matrix of float32 [rows, columns], on the same memory if it is contiguous."""
         return cls.of(Format.F32, np.ascontiguousarray(matrix, np.float32).view(np.uint8))
 
     @classmethod
     def joined(cls, matrices: Sequence["PackedTensor"]) -> "PackedTensor":
-        """The rows of all matrices, one after another.
+        """Return the rows of all matrices, one after another.
 
         Rows of one format are copied together. Interleaved ones stay where they are.
 
@@ -150,8 +151,8 @@ class PackedTensor:
 
     @classmethod
     def taking_turns(cls, matrices: Sequence["PackedTensor"]) -> "PackedTensor":
-        """The first rows of all matrices, then their second rows, and so on. Raises ``ValueError``
-        unless they have one shape and one format."""
+        """Return the first rows of all matrices, then their second rows, and so on. Raises
+        ``ValueError`` unless they have one shape and one format."""
         segments = [segment for matrix in matrices for segment in matrix.segments]
         if any(matrix.inputs is not None for matrix in matrices):
             raise ValueError("columns in different orders")
@@ -184,7 +185,7 @@ class PackedTensor:
         return as_tensor(self.segments[0].data).device
 
     def to(self, device: "torch.device") -> "PackedTensor":
-        """The same matrix in the memory of ``device``. Rows must not be interleaved."""
+        """Return the same matrix in the memory of ``device``. Rows must not be interleaved."""
         if device.type == "cpu":
             return self
         inputs = None if self.inputs is None else as_tensor(self.inputs).to(device)
@@ -192,7 +193,8 @@ class PackedTensor:
         return PackedTensor(segments, inputs)
 
     def split(self, sizes: Sequence[int]) -> list["PackedTensor"]:
-        """Consecutive parts of this matrix with ``sizes[i]`` rows each, on the same memory."""
+        """Return consecutive parts of this matrix with ``sizes[i]`` rows each, on the same
+        memory."""
         pieces, first = [], 0
         for size in sizes:
             pieces.append(self.rows(first, first + size))
@@ -200,7 +202,7 @@ class PackedTensor:
         return pieces
 
     def select(self, rows: Array) -> "PackedTensor":
-        """A matrix of the rows with these indices [n], in their order. Rows must not be
+        """Return a matrix of the rows with these indices [n], in their order. Rows must not be
         interleaved."""
         if len(self.segments) == 1:
             [segment] = self.segments
@@ -230,14 +232,15 @@ class PackedTensor:
         return PackedTensor(self.segments, np.argsort(columns))
 
     def dequantize(self) -> "torch.Tensor":
-        """The weights, float32 [rows, columns], exactly as gguf's Python code computes them."""
+        """Return the weights, float32 [rows, columns], exactly as gguf's Python code computes
+        them."""
         import torch
 
         values = torch.cat([segment.dequantize() for segment in self.segments])
         return values if self.inputs is None else values[:, as_tensor(self.inputs).argsort()]
 
     def rows(self, first: int, end: int) -> "PackedTensor":
-        """Rows [first, end), on the same memory. Raises as ``Segment.part``."""
+        """Return rows [first, end), on the same memory. Raises as ``Segment.part``."""
         found: list[Segment] = []
         for segment in self.segments:
             size = segment.rows
@@ -248,7 +251,7 @@ class PackedTensor:
 
 
 def _with_blocks_moved(segment: Segment, columns: Array) -> Segment | None:
-    """The columns with these indices; None if a block would be torn."""
+    """Return the columns with these indices; None if a block would be torn."""
     weights, block_bytes = BLOCKS[segment.format]
     runs = columns.reshape(-1, weights)
     starts = runs[:, 0]

@@ -44,7 +44,7 @@ AHEAD = (8192, 2048, 0)
 """Bytes that products may fetch ahead. On two cores of Zen 4, one row of Q4_K takes 1.8 times as
 long with 8192 as with 0. On Intel (Emerald Rapids), it takes 1.3 times as long with 0."""
 AHEAD_OUTPUTS = 1 << 15
-"""Outputs of the matrix that chooses between them: 38 MB, more than the cache near a core."""
+"""Outputs of the matrix that chooses from ``AHEAD``: 38 MB, more than the cache near a core."""
 FEW_ROWS = 4
 """Most rows for a product in plain C. With more rows, panels are many times as fast, but give other
 bits."""
@@ -168,7 +168,8 @@ class Products:
         return Segment(segment.format, groups, segment.rows)
 
     def multiply(self, inputs: Array, weight: PackedTensor) -> Array:
-        """``inputs``, float32 [n, columns], times the matrix [rows, columns] in C: [n, rows].
+        """Return ``inputs``, float32 [n, columns], times the matrix [rows, columns], computed in C:
+        [n, rows].
 
         Every processor computes the same bits. Raises ``ValueError`` for other inputs, or without
         C.
@@ -218,8 +219,8 @@ class Products:
     def linear(
         self, inputs: "torch.Tensor", weight: PackedTensor, bias: "torch.Tensor | None" = None
     ) -> "torch.Tensor":
-        """``inputs`` [..., columns], times the matrix [rows, columns], plus ``bias`` [rows]: [...,
-        rows], in the dtype of the inputs.
+        """Return ``inputs`` [..., columns] times the matrix [rows, columns], plus ``bias`` [rows]:
+        [..., rows], in the dtype of the inputs.
 
         No gradients flow through it; ``packed_linear.linear`` adds them. Raises ``ValueError`` if
         the inputs have another number of columns.
@@ -255,11 +256,11 @@ class Products:
         return found.view(*gradients.shape[:-1], columns)
 
     def dequantize(self, weight: PackedTensor) -> "torch.Tensor":
-        """The weights, float32 [rows, columns]."""
+        """Return the weights, float32 [rows, columns]."""
         return as_tensor(self.unpacked(weight)) if self._is_native(weight) else weight.dequantize()
 
     def select(self, weight: PackedTensor, rows: "torch.Tensor") -> "torch.Tensor":
-        """The weights of the rows with these indices [n]: float32 [n, columns]. Raises
+        """Return the weights of the rows with these indices [n]: float32 [n, columns]. Raises
         ``IndexError`` if there is no such row."""
         if not self._is_native(weight):
             return weight.select(rows.cpu().numpy()).dequantize()
@@ -289,8 +290,8 @@ class Products:
         return inputs.new_empty(len(inputs), 0) if outputs is None else outputs
 
     def _panels(self, weight: PackedTensor) -> "Iterator[torch.Tensor]":
-        """The weights, float32, in panels of as many rows as this device unpacks at a time. Each
-        panel may overwrite the one before."""
+        """Yield the weights, float32, in panels of as many rows as this device unpacks at a time.
+        Each panel may overwrite the one before."""
         columns = weight.shape[1]
         is_native = self._is_native(weight)
         size = PANEL_BYTES if weight.is_on_cpu else ACCELERATOR_PANEL_BYTES
@@ -363,7 +364,7 @@ def times_by_format(cache_dir: Path) -> dict[str, dict[str, float]]:
 
 @cache
 def load_products(cache_dir: Path, target: str | None = None) -> Products:
-    """The products of this machine; the compiled code is kept in ``cache_dir``.
+    """Return the products of this machine; the compiled code is kept in ``cache_dir``.
 
     ``target``: the best target to compile the code for (``native_code.targets``). The default is
     the fastest target on this machine.

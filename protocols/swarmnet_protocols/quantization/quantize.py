@@ -39,14 +39,14 @@ def quantize(matrix: PackedTensor, format: Format) -> PackedTensor:
 
 
 def _encode_q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks [n, 32] as Q8_0, uint8 [n, 34]: w = d q."""
+    """Encode blocks [n, 32] as Q8_0, uint8 [n, 34]: w = d q."""
     scale = blocks.abs().amax(1, keepdim=True) / 127
     codes = _over(blocks, scale).round_()
     return torch.cat([_bytes(scale), codes.to(torch.int8).view(torch.uint8)], 1)
 
 
 def _encode_q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks [n, 32] as Q5_0, uint8 [n, 22]: w = d (q - 16). The fifth bits of all codes are
+    """Encode blocks [n, 32] as Q5_0, uint8 [n, 22]: w = d (q - 16). The fifth bits of all codes are
     together."""
     weights = blocks.T.contiguous()
     scale = _symmetric_scale(weights, 16).half().float()
@@ -58,22 +58,22 @@ def _encode_q5_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _encode_q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks [n, 256] as Q4_K, uint8 [n, 144]."""
+    """Encode blocks [n, 256] as Q4_K, uint8 [n, 144]."""
     header, codes = _affine_block(blocks, 15)
     return torch.cat([header, _nibbles_of_pairs(codes)], 1)
 
 
 def _encode_q5_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks [n, 256] as Q5_K, uint8 [n, 176]: as Q4_K, with the fifth bits of the eight groups in
-    the bits of 32 bytes."""
+    """Encode blocks [n, 256] as Q5_K, uint8 [n, 176]: as Q4_K, with the fifth bits of the eight
+    groups in the bits of 32 bytes."""
     header, codes = _affine_block(blocks, 31)
     fifth = (codes >> 4) << torch.arange(8, dtype=torch.uint8)[:, None]
     return torch.cat([header, fifth.sum(1, dtype=torch.uint8), _nibbles_of_pairs(codes & 15)], 1)
 
 
 def _encode_q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks [n, 256] as Q6_K, uint8 [n, 210]: w = d s q for 16 groups, whose scales s have 8
-    bits."""
+    """Encode blocks [n, 256] as Q6_K, uint8 [n, 210]: w = d s q for 16 groups, whose scales s have
+    8 bits."""
     groups = blocks.view(-1, 16, 16)
     scales = _symmetric_scale(blocks.view(-1, 16).T.contiguous(), 32).view(-1, 16)
     scale = (scales.abs().amax(1, keepdim=True) / 127).half().float()
@@ -107,21 +107,21 @@ def _affine_block(blocks: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.T
 
 
 def _in_63_steps(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values [n, 8], none negative, as a unit [n, 1] that 16 bits represent, and multiples of it
-    from 0 to 63 [n, 8]."""
+    """Return values [n, 8], none negative, as a unit [n, 1] that 16 bits represent, and multiples
+    of it from 0 to 63 [n, 8]."""
     unit = (values.amax(1, keepdim=True) / 63).half().float()
     return unit, _over(values, unit).round_().clamp_(0, 63)
 
 
 def _nibbles_of_pairs(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of four bits [n, 8, 32] as bytes [n, 128]. A byte has a code of an even group in its
-    low bits, and the code of the next group in its high bits."""
+    """Return codes of four bits [n, 8, 32] as bytes [n, 128]. A byte has a code of an even group in
+    its low bits, and the code of the next group in its high bits."""
     return (codes[:, ::2] | codes[:, 1::2] << 4).flatten(1)
 
 
 def _symmetric_scale(weights: torch.Tensor, half: int) -> torch.Tensor:
-    """The scales d [n] of w = d q, with codes q from -``half`` to ``half`` - 1, for groups [2 ** k,
-    n].
+    """Return the scales d [n] of w = d q, with codes q from -``half`` to ``half`` - 1, for groups
+    [2 ** k, n].
 
     For each candidate in ``_TOPS``, weights are rounded to codes, and d is the regression of the
     weights on the codes. The candidate with the least squared error wins. The weight of largest
@@ -172,7 +172,8 @@ def _affine(weights: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:
-    """The sums of the columns of [2 ** k, n], in an order that does not depend on the machine."""
+    """Return the sums of the columns of [2 ** k, n], in an order that does not depend on the
+    machine."""
     while len(values) > 1:
         half = len(values) // 2
         values = values[:half] + values[half:]
@@ -180,12 +181,12 @@ def _sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def _over(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The quotient; 0 where the divisor is 0."""
+    """Return the quotient; 0 where the divisor is 0."""
     return torch.where(other == 0, 0.0, one / torch.where(other == 0, 1.0, other))
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """Values [n, 1] as 16-bit numbers, uint8 [n, 2]."""
+    """Return values [n, 1] as 16-bit numbers, uint8 [n, 2]."""
     return values.half().view(torch.uint8)
 
 

@@ -22,14 +22,14 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 
 
 def unpack(format: Format, data: torch.Tensor) -> torch.Tensor:
-    """The weights of whole blocks uint8 [rows, bytes of a row]: float32 [rows, weights of a row],
-    on the device of ``data``."""
+    """Return the weights of whole blocks uint8 [rows, bytes of a row]: float32 [rows, weights of a
+    row], on the device of ``data``."""
     _, block_bytes = BLOCKS[format]
     return _UNPACKERS[format](data.reshape(-1, block_bytes)).view(len(data), -1)
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """The 16-bit floats at byte ``at`` of each block: float32 [N, 1]."""
+    """Return the 16-bit floats at byte ``at`` of each block: float32 [N, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
@@ -49,8 +49,8 @@ def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Integers from one high bit each, uint8 [N, 4], and four low ones, uint8 [N, 16]: uint8 [N,
-    32]."""
+    """Return integers of 5 bits, uint8 [N, 32]: one high bit of each in uint8 [N, 4], four low bits
+    in uint8 [N, 16]."""
     shifts = torch.arange(8, dtype=torch.uint8, device=high.device)
     bits = ((high[:, :, None] >> shifts) & 1).reshape(len(high), -1)
     return _digits(low, 4, 16) | (bits << 4)
@@ -69,8 +69,8 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minima of the eight groups of each block of Q4_K or Q5_K, float32 [N, 8, 1] each:
-    w = scale q - minimum."""
+    """Return the scales and minima of the eight groups of each block of Q4_K or Q5_K, float32 [N,
+    8, 1] each: w = scale q - minimum."""
     first, second, rest = torch.split(blocks[:, 4:16], 4, 1)
     scales = torch.cat([first & 0x3F, (rest & 0x0F) | ((first >> 2) & 0x30)], 1)
     minima = torch.cat([second & 0x3F, (rest >> 4) | ((second >> 2) & 0x30)], 1)

@@ -147,10 +147,8 @@ class Reachability:
     async def run(
         self, more_relays: Callable[[], Awaitable[Sequence[str]]], on_change: Callable[[bool], None]
     ) -> NoReturn:
-        """Call ``find_out`` again and again until cancelled.
-
-        That is when this machine's addresses change, when its router forwards a port, and every
-        ``AGAIN_S``.
+        """Call ``find_out`` until cancelled: when this machine's addresses change, when its router
+        forwards a port, and every ``AGAIN_S``.
 
         - ``more_relays`` finds the multiaddrs of relays, in addition to the bootstrap peers.
         - ``on_change`` is called with ``is_open`` after each round of probes.

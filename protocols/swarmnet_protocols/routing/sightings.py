@@ -56,12 +56,12 @@ PATIENCE_S = 900.0
 it, or may be overloaded. With a smaller value, other hosts take blocks that are about to be served.
 With a larger one, a liar keeps blocks longer."""
 LEAST_ASKS = 3
-"""Least times that the hosts of a block are asked before it counts as one without hosts. One answer
-may get lost."""
+"""Least times that the hosts of a block are asked before the block counts as one without hosts. One
+answer may get lost."""
 RARER = 64
-"""A block whose hosts are in one place more is tried this many times less often. Liars in two
-places are found in half an hour. With a smaller value, hosts of a large swarm load a block an
-hour."""
+"""With each further place of its hosts, a block is tried this many times less often. Liars in two
+places are found in half an hour. With a smaller value, each host of a large swarm loads a block an
+hour to try it."""
 MAX_KNOWN = 4096
 """A peer remembers at most this many hosts. It forgets the one it called longest ago."""
 
@@ -218,11 +218,10 @@ class Sightings:
         )
 
     def block_to_try(self, outlook: Outlook, mine: Claim, manifest: bytes, rng: random.Random) -> int | None:
-        """Return a block that the host of ``mine`` should ask others to compute. None for no block.
-
-        No host has shown that it computes the block. If none does, the host of ``mine`` could host
-        it. The draw lets about one of all hosts that could do so ask between two looks. ``outlook``
-        includes ``mine``.
+        """Return a block that the host of ``mine`` should ask others to compute, or None. No host
+        has shown that it computes the block, and the host of ``mine`` could host it. By a draw,
+        about one of all hosts that could host it asks between two looks. ``outlook`` includes
+        ``mine``.
         """
         places = holders((claim for claim in outlook.placed if claim.seen), outlook.blocks)
         proven = holders((claim for claim in outlook.claims if claim.proven or claim == mine), outlook.blocks)
@@ -244,7 +243,7 @@ class Sightings:
         """Return hosts to call, at most ``most``.
 
         With them, each block has ``LEAST_SEEN`` hosts that this peer has seen. ``extra`` more are
-        called besides.
+        called in addition.
 
         Hosts that have answered before come first, then one host of each announced subnet in turn.
         """

@@ -39,8 +39,8 @@ _RNG = random.SystemRandom()
 
 _BOOTSTRAP_S = 5.0
 _APART_S = 15.0
-"""Mean seconds between two calls of all peers that know each other to bootstrap peers that they do
-not know. With more, two halves of a swarm stay apart longer. With fewer, dead addresses cost more
+"""Mean seconds until one of all peers that know each other calls a bootstrap peer that they do not
+know. With more, two halves of a swarm stay apart longer. With fewer, dead addresses cost more
 dials."""
 _SHUTDOWN_S = 2.0
 _MAX_OPENED_BYTES = 4 << 20
@@ -257,8 +257,8 @@ class DhtDirectory:
         """Call a bootstrap peer that is not known, again and again.
 
         Two bootstrap peers may each begin a swarm again, and members enter the half that they reach
-        first. Each half knows peers, so without these calls it would never look for the other. A
-        peer calls the less often, the more peers it knows: the load of bootstrap peers does not
+        first. Each half knows peers, so without these calls it would never look for the other. The
+        more peers a peer knows, the less often it calls, so the load of bootstrap peers does not
         grow with the swarm.
         """
         while True:
@@ -267,7 +267,7 @@ class DhtDirectory:
             absent = [each for each in self._bootstrap() if peer_of(each) not in known]
             if absent:
                 chosen = peer_of(_RNG.choice(absent))
-                with contextlib.suppress(NotAuthorised):  # a bootstrap peer of before a revocation
+                with contextlib.suppress(NotAuthorised):  # a bootstrap peer from before a revocation
                     await self.join_through([each for each in absent if peer_of(each) == chosen])
 
     async def _connect(self, peer: PeerId, addresses: Sequence[str], refusals: list[NotAuthorised]) -> bool:

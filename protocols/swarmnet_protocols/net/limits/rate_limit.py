@@ -21,9 +21,9 @@ BURST_S = 0.1
 WIRE_FACTOR = 1.04
 """Bytes on the wire per byte of a message, with the headers of Noise, TCP and IPv4.
 
-Measured by the kernel's counters of a p2pd with packets of 1,500 bytes: messages of 4 KiB, 16 KiB
-and 1 MiB take 1.059, 1.044 and 1.038 times their size; :func:`wire_bytes` counts 1.060, 1.045 and
-1.040. It does not count retransmissions, nor the acknowledgements of what the other side sends."""
+The kernel counted the bytes of a p2pd with packets of 1,500 bytes. Messages of 4 KiB, 16 KiB and 1
+MiB take 1.059, 1.044 and 1.038 times their size; :func:`wire_bytes` counts 1.060, 1.045 and 1.040.
+It does not count retransmissions, nor the acknowledgements of what the other side sends."""
 MESSAGE_BYTES = 80
 """Further bytes on the wire per message: mostly the headers of its last packet."""
 MIN_WAIT_S = 1e-6

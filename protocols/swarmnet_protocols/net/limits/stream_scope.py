@@ -31,8 +31,8 @@ OPEN_FRAMES = 10
 VIOLATION_FRAMES = 100
 """Cost of a protocol violation, in messages. A peer that repeats it is read ever more slowly."""
 MAX_WAIT_S = 1.0
-"""A peer that has sent more messages than its rate allows waits. If it would have to wait longer
-than this, its new streams are refused."""
+"""Most seconds that a peer above its message rate has to wait. If it would have to wait longer, its
+new streams are refused."""
 
 
 class StreamScope:

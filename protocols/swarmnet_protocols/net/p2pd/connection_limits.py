@@ -29,7 +29,7 @@ CHECK_S = 1.0
 """Seconds between two checks. p2pd accepts about 500 connections a second on two cores, of 100 kB
 each."""
 RECHECK_S = 0.2
-"""Time to the next check after one that closed connections."""
+"""Seconds to the next check after a check that closed connections."""
 NEW_S = 5.0
 """A connection without streams counts as new for this many seconds, and then as idle."""
 RELIEF_S = 3.0
@@ -180,7 +180,7 @@ class ConnectionGuard:
             return self._use(each, now)
 
         closing = excess(connections, use, self._limits)
-        # first unused connections, at the next check all of unknown peers
+        # unused connections first; at the next check, all connections of unknown peers
         if self._above_since is not None:
             needed = Use.USED if self._above_since == now else Use.KNOWN
             closing += [each for each in connections if use(each) < needed]
