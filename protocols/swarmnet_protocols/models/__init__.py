@@ -23,8 +23,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a name when the name is used: every command would import all of them
-    otherwise, which takes two tenths of a second."""
+    """Import the module of a name when the name is used. Otherwise every command would import all
+    modules, which takes two tenths of a second."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

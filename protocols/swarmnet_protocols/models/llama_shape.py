@@ -45,8 +45,8 @@ class LlamaShape:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "LlamaShape | None":
-        """Return the shape that the settings of a config describe. None if it is another one, or
-        if a setting is missing or unknown."""
+        """Return the shape that the settings of a config describe. None for another shape, or if a
+        setting is missing or unknown."""
         kind, rope = settings.get("model_type"), _rope_of(settings)
         heads: Any = settings.get("num_attention_heads")
         hidden: Any = settings.get("hidden_size")

@@ -214,9 +214,9 @@ class LocalModel:
         """Load ``embed``, ``norm`` and ``head`` of a model with a ``llama_shape``, without torch.
 
         These are the embeddings, the final norm and lm_head. Matrices are packed, and the norm is
-        float32. None for a model of another shape, or one whose files and settings disagree on
-        whether lm_head is the embeddings. Raises ``IntegrityError`` for a weight that is missing or
-        has another shape.
+        float32. None for a model of another shape, or if files and settings disagree on whether
+        lm_head is the embeddings. Raises ``IntegrityError`` for a weight that is missing or has
+        another shape.
         """
         shape, settings = self.llama_shape, self._checkpoint.settings()
         size = settings.get("vocab_size")

@@ -43,7 +43,7 @@ from swarmnet_protocols.models.verified_files import VerifiedFiles
 
 T = TypeVar("T")
 WHOLE_SHARE = 0.5
-"""If more than this share of a file without a table is needed, the whole file is fetched.
+"""Share of a file without a table. If more of it is needed, the whole file is fetched.
 
 A whole file can be verified, and gives peers its table.
 """

@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors belong in modules of routed experts, and the matrices they become.
+"""Finds the places of a checkpoint's tensors in modules of routed experts, and makes the matrices.
 
 Checkpoints differ. They have a tensor for each matrix of each expert, or one for all experts. Gate
 and up projection are together or apart. Rows or columns come first. transformers' own conversion
@@ -27,7 +27,7 @@ _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Where a tensor belongs in the model.
+    """The place of a tensor in the model.
 
     - ``parameter``: the merged weight in the model.
     - ``part`` of ``parts``: the share of the weight's rows that the tensor holds.

@@ -1,7 +1,7 @@
 """The language model in a multimodal model: its config, and its CausalLM class.
 
 If transformers has no such class, this module makes one. For text prompts, the language model
-computes exactly what the whole model does: the towers for images and sound only compute embeddings
+computes exactly what the whole model does. The towers for images and sound only compute embeddings
 that replace some tokens' embeddings.
 """
 

@@ -1,5 +1,5 @@
-"""Reads the tokenizer in a model's folder, in a way that the class of the tokenizer opens no other
-file of this machine."""
+"""Reads the tokenizer in a model's folder, and keeps its class from opening any other file of this
+machine."""
 
 import json
 import re

@@ -48,7 +48,7 @@ HARMLESS: Mapping[str, re.Pattern[str]] = {
 """Settings that never change an answer, grouped by the reason.
 
 - "training", "drafts": for training, or for drafts of several tokens.
-- "outputs": for what a call returns besides logits.
+- "outputs": for what a call returns in addition to logits.
 - "tokens": ids of tokens; the tokenizer has them.
 - "tensors": facts that the tensors show, too.
 - "lengths": the longest sequence; ``max_positions`` reads it.
@@ -97,7 +97,7 @@ _SAME = (
 )
 """Sets of names for the same setting. A class reads one name of a set; a file may have another."""
 _OBSTACLES = {
-    "index_topk": "its sparse attention keeps an index beside keys and values",
+    "index_topk": "its sparse attention keeps an index next to keys and values",
     "hidden_size_per_layer_input": "every layer looks up embeddings of its own by the token ids, which hosts do not get",
     "num_kv_shared_layers": "some layers attend to the keys and values of others, which may be on another host",
     "attention_chunk_size": "its layers attend to chunks of the sequence",

@@ -48,7 +48,7 @@ _SCALARS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor is: ``offset`` in bytes from the start of the file, dimensions outermost
+    """The place of a tensor: ``offset`` in bytes from the start of the file. Dimensions outermost
     first."""
 
     shape: tuple[int, ...]

@@ -47,7 +47,7 @@ vocabularies they are ordinary tokens."""
 
 
 def check_tokenizer(fields: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` if a file with these keys has no tokenizer, or one that is not read."""
+    """Raise ``ConfigError`` if a file with these keys has no tokenizer, or an unsupported one."""
     kind, splitting = (fields.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind is None:
         raise ConfigError("it has no tokenizer", hint=_HINT)
@@ -64,8 +64,8 @@ def read_tokenizer(path: Path, rows: int | None) -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a gguf file.
 
     ``rows``: number of tokens with embeddings; None if unknown. Raises ``ConfigError`` if the file
-    has no tokenizer, or one whose ids would differ from llama.cpp's, and ``IntegrityError`` if the
-    file is damaged.
+    has no tokenizer, or if ids would differ from llama.cpp's, and ``IntegrityError`` if the file is
+    damaged.
     """
     try:
         header, _ = read_header(path, _ARRAYS)
