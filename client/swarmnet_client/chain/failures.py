@@ -3,7 +3,7 @@
 A host may refuse with good reason, for example inputs that are too long or not finite. Then the
 client or the host that computed those inputs is at fault. Or the refusing host lies.
 
-All hosts refuse a client at fault. A lying host cannot make another host refuse, unless that one
+All hosts refuse a client at fault. A lying host cannot make another host refuse, unless that host
 used its outputs. So the client is blamed if independent hosts refuse for the same reason. In the
 same way, messages of independent hosts that the client cannot handle show a bug of the client.
 """

@@ -251,7 +251,7 @@ class ChainRepair:
         return gaps(self.hops, self.spec.blocks)
 
     def _install(self, standby: Standby) -> None:
-        """Make the hops of a standby hops of the chain.
+        """Put the hops of a standby into the chain.
 
         ``ChainLinks.make`` then tells the sender, and the standby's last hop if it does not know
         the next hop.

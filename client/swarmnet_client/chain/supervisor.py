@@ -65,9 +65,9 @@ RESTS_S = 0.8
 """Seconds without a step in flight after which a leaving hop is let go, even before its standby is
 ready.
 
-They begin when the last step is answered and when the host asks to leave, whichever is later. With
-fewer, the next token of an answer would wait for a replay, and most standbys would not be ready.
-With more, a host that is asked to stop would wait longer for its sessions.
+They count from the last answer or from the host's request to leave, whichever is later. With fewer,
+the next token of an answer would wait for a replay, and most standbys would not be ready. With
+more, a host that is asked to stop would wait longer for its sessions.
 """
 
 
@@ -210,8 +210,8 @@ class ChainSupervisor:
     # ---- failures -------------------------------------------------------------------------------
 
     def _session_ended(self, live: LiveHop, error: SwarmnetError) -> None:
-        """The session on a hop ended with ``error``. A refusal may be the fault of an earlier hop
-        or of the client. An ``UnhandledMessage`` may be a bug of this client."""
+        """Handle the end of the session on a hop, with ``error``. A refusal may be the fault of an
+        earlier hop or of the client. An ``UnhandledMessage`` may be a bug of this client."""
         if (standby := self._standbys.with_hop(live)) is not None:
             self._standbys.session_ended(standby, live, error)
         elif isinstance(error, Refused | UnhandledMessage):

@@ -345,15 +345,15 @@ class ModelHosts:
             self._guards.used(first, last, self._hosts)
 
     def failed(self, peer: PeerId) -> None:
-        """A host failed: ban it for a while."""
+        """Ban a host for a while, because it failed."""
         self._exclusions.bans.failed(peer, self._now())
 
     def answered(self, peer: PeerId) -> None:
-        """A host answered: lift its ban."""
+        """Lift the ban of a host that answered."""
         self._exclusions.bans.served(peer)
 
     def overloaded(self, peer: PeerId, wait_s: float, *, continues: bool = False) -> None:
-        """A host refused work: do not use it for such work for ``wait_s``.
+        """Do not use a host for ``wait_s`` for the kind of work that it refused.
 
         The work was a new answer or, with ``continues``, the rest of an answer.
         """
@@ -368,7 +368,7 @@ class ModelHosts:
         return self._exclusions.separate(one, other, self._now())
 
     def convict(self, peer: PeerId) -> None:
-        """A host gave wrong outputs: do not use it, even if no other host has its blocks."""
+        """Exclude a host that gave wrong outputs, even if no other host has its blocks."""
         self._exclusions.convict(peer, self._now())
         self._hosts.pop(peer, None)
         self._rooms.clear()

@@ -66,7 +66,8 @@ class PromptScores:
 
     def __init__(self, layers: Layers, ids: Sequence[int], top_logprobs: int) -> None:
         self.tokens: list[Token] = []
-        """The first token has no log probability: nothing is before it."""
+        """The tokens read so far. The first has no log probability, because nothing is before
+        it."""
         self._layers = layers
         self._ids = ids
         self._top_logprobs = top_logprobs

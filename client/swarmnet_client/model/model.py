@@ -1,8 +1,9 @@
 """A transformers model whose blocks run on hosts.
 
 It is the architecture's own CausalLM, with embeddings, norm and head from the checkpoint and
-placeholders as layers. So ``generate()`` with its samplers, beams, streamers and stopping criteria,
-the scaling of embeddings, soft caps on logits and the loss are transformers' own code.
+placeholders as layers. So these are transformers' own code: ``generate()`` with its samplers,
+beams, streamers and stopping criteria, the scaling of embeddings, soft caps on logits, and the
+loss.
 
 A forward goes through these steps:
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 SUMMARY_FILE = "tune.json"
 _PICKLE = "adapter_model.bin"
 _METHODS = ("LORA", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING")
-"""Other methods may load further adapters (XLORA) or pickles (MULTITASK_PROMPT_TUNING) by name."""
+"""Supported methods of PEFT. Others may load further adapters (XLORA) or pickles
+(MULTITASK_PROMPT_TUNING) by name."""
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_SUMMARY_BYTES = 64 << 20
 _HINT = "name a directory that `swarmnet tune` or PEFT's save_pretrained() has written"
@@ -118,8 +119,8 @@ def _check_hashes(directory: Path) -> None:
 def load_adapter(model: Any, directory: Path) -> Any:
     """Return ``model`` with the adapter of ``directory``, ready to generate.
 
-    Raises ``ConfigError`` or ``IntegrityError`` for a directory without an adapter or with one for
-    another model.
+    Raises ``ConfigError`` or ``IntegrityError`` for a directory without an adapter, or with an
+    adapter for another model.
     """
     config = check_adapter(directory)
     require_peft()

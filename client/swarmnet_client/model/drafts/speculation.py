@@ -44,8 +44,8 @@ change within a text, and step times change within a chain."""
 _PRIOR_COST = 0.05
 """Guess of the time of one more position, as a share of the time of a whole step."""
 _PRIOR_VARIANCE = 0.25
-"""Weight of the guess ``_PRIOR_COST``. The measurements have as weight the variance of the number
-of positions in recent steps: the more sizes were seen, the less the guess counts."""
+"""Weight of the guess ``_PRIOR_COST``. Measurements weigh as much as the variance of the number of
+positions in recent steps. So the more the sizes of steps vary, the less the guess counts."""
 
 
 def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
@@ -96,9 +96,9 @@ class PromptLookup:
     def draft(self, most: int) -> Draft:
         """Draft at most ``most`` tokens that followed the longest match.
 
-        If fewer tokens followed, the draft repeats the tokens since the match. Among
-        matches of equal length, the nearest to where the last right draft would continue wins, so
-        that an edited copy continues behind the edit. Between equally near ones, the latest wins.
+        If fewer tokens followed, the draft repeats the tokens since the match. Among matches of
+        equal length, the nearest to the continuation of the last right draft wins, so that an
+        edited copy continues behind the edit. Of equally near matches, the latest wins.
         """
         ids = self._ids
         if not ids or most < 1:
