@@ -28,7 +28,7 @@ class NodeConfig:
     num_blocks: int | None = None
     device: str = "auto"
     dtype: str = "auto"
-    """``auto``, a name in ``devices.DTYPES``, or one in ``quantize.PRECISIONS``."""
+    """``auto``, or a name in ``devices.DTYPES`` or ``quantize.PRECISIONS``."""
     max_cache_bytes: int = 1 << 30
     max_block_bytes: int | None = None
     """Most bytes of the weights of all blocks. Only a switch to another model sets it. None for no

@@ -42,7 +42,7 @@ class BlockNeeds:
         return self.packed_bytes if packed else self.expanded_bytes
 
     def scratch_bytes(self, *, packed: bool) -> int:
-        """Return the bytes that a card needs besides weights and caches.
+        """Return the bytes that a card needs in addition to weights and caches.
 
         The larger need counts: the largest forward, or a second copy of one block while its
         matrices are joined.

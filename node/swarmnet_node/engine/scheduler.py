@@ -163,9 +163,8 @@ def expected_wait_s(queued: Mapping[C, int], client: C, position_s: float) -> fl
     Their own computation does not count. ``queued``: the positions that wait now, by client.
     ``position_s``: as for ``shared_tokens``.
 
-    ``schedule`` gives clients equal shares. So before this client's next positions, its waiting
-    ones are computed, and of every other client about as many. No client waits for all that another
-    has sent.
+    ``schedule`` gives clients equal shares. So this client's waiting positions come first, and
+    about as many positions of every other client. No client waits for all that another has sent.
     """
     own = queued.get(client, 0)
     others = sum(min(positions, own + OPENING_TOKENS) for each, positions in queued.items() if each != client)

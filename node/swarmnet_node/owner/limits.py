@@ -19,7 +19,7 @@ RELAY_BYTES_PER_S = 1_250_000.0
 """Default rate of bytes forwarded for peers that cannot be dialled: 10 Mbit/s."""
 PAUSED_BY_OWNER = "its owner paused it"
 NOT_PAUSED = 0.0
-"""Unix time at which a pause ends that nobody asked for."""
+"""Unix time at which a pause ends, if nobody asked for a pause."""
 ONE_CLIENT = 0.25
 """Default share of a host's resources that one client may use."""
 

@@ -143,9 +143,9 @@ class SequenceStates:
 def dispensable(lengths: Sequence[int]) -> int:
     """Return the snapshot to drop. ``lengths`` ascend; the newest always stays.
 
-    Dropping a snapshot leaves a gap between its neighbours. The one with the smallest gap, relative
-    to its distance from the newest, goes. So recent snapshots stay close together, and a short
-    rewind has few positions to compute again.
+    Dropping a snapshot leaves a gap between its neighbours. The snapshot to drop has the smallest
+    gap, relative to its distance from the newest. So recent snapshots stay close together, and a
+    short rewind has few positions to compute again.
     """
     newest = lengths[-1]
     gaps = {

@@ -104,7 +104,8 @@ def _llama3(settings: Settings, powers: list[float], positions: int) -> tuple[li
 
 
 def _yarn(settings: Settings, powers: list[float], positions: int) -> tuple[list[float], float]:
-    """YaRN (Peng et al. 2023, section 3.2), with the scale of section 3.4 or of DeepSeek V2."""
+    """Return YaRN's frequencies (Peng et al. 2023, section 3.2), and the scale of section 3.4 or of
+    DeepSeek V2."""
     trained, base, size = (
         settings["original_max_position_embeddings"],
         settings["rope_theta"],
@@ -134,7 +135,8 @@ def _yarn(settings: Settings, powers: list[float], positions: int) -> tuple[list
 
 
 def _longrope(settings: Settings, powers: list[float], positions: int) -> tuple[list[float], float]:
-    """LongRoPE (Ding et al. 2024) up to the positions of the original training."""
+    """Return LongRoPE's frequencies and scale (Ding et al. 2024) up to the positions of the
+    original training."""
     trained = settings["original_max_position_embeddings"]
     frequencies = [each / factor for each, factor in zip(powers, settings["short_factor"], strict=True)]
     scale, factor = settings.get("attention_factor"), settings.get("factor") or positions / trained
