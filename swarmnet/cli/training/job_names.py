@@ -39,7 +39,7 @@ OptionalJobArgument = Annotated[
 ]
 JobArguments = Annotated[
     list[str],
-    typer.Argument(metavar="[JOB]...", help=_JOB, show_default="the job trained last on this machine"),
+    typer.Argument(metavar="[JOB ...]", help=_JOB, show_default="the job trained last on this machine"),
 ]
 
 
