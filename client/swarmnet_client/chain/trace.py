@@ -251,8 +251,7 @@ class HopParts:
 
 @dataclass(frozen=True)
 class StepParts:
-    """Where the time of a step went, in seconds. ``hops`` is empty unless all hops told their
-    times.
+    """The parts of a step's time, in seconds. ``hops`` is empty unless all hops told their times.
 
     - ``here_s``: at the client, before the step was sent.
     - ``back_s``: on the wire from the last hop.

@@ -54,7 +54,7 @@ _NAME = re.compile(r"checkpoint-(\d{8})")
 
 @dataclass(frozen=True)
 class WorkerCheckpoint:
-    """The state of a worker after ``round`` rounds, of which ``revision`` were committed.
+    """The state of a worker after ``round`` rounds; ``revision`` of these were committed.
 
     - ``parameters``: the agreed parameters, flat ``[n]``.
     - ``optimizer``: the inner optimizer's state.
@@ -73,7 +73,7 @@ class WorkerCheckpoint:
 
 @dataclass(frozen=True)
 class Kept:
-    """How many checkpoints of a job stay on the disk. Older ones are removed."""
+    """The number of checkpoints of a job that stay on the disk. Older ones are removed."""
 
     newest: int = 2
     set_aside: int = 3

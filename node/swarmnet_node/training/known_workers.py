@@ -64,7 +64,7 @@ class KnownWorkers:
         self._job_id = job_id
         self._me = me
         self.started_s = -math.inf
-        """When this worker started without a checkpoint."""
+        """Loop time at which this worker started without a checkpoint."""
         self._has_trained = has_trained
         self._known: dict[PeerId, RoundMember] = {}
         self._voters: dict[PeerId, RoundMember] = {}
@@ -74,7 +74,7 @@ class KnownWorkers:
 
     @property
     def is_new(self) -> bool:
-        """Whether this worker has not trained, or has only just begun."""
+        """True if this worker has not trained, or has only just begun."""
         return not self._has_trained() or _now() - self.started_s < NEW_S
 
     def pause_s(self) -> float:

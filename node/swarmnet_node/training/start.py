@@ -81,8 +81,8 @@ class WorkerConfig:
     """Most bytes of downloaded model files, checkpoints and copies of states. None for no limit."""
     files: LocalFiles = field(default_factory=LocalFiles)
     stage: int | None = None
-    """The stage to train, in a job that has stages. None for the stage of the last time, or the one
-    that needs workers most."""
+    """The stage to train, in a job that has stages. None for the stage of the last time, or else
+    the stage that needs workers most."""
     begin_from: Sequence[Path] = ()
     """Folders with checkpoints of another job, with which a worker without a checkpoint begins."""
     public_name: str = ""

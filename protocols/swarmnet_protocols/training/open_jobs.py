@@ -40,7 +40,7 @@ class JobOutline:
     """Workers without which no round runs."""
     most: int
     needs_user: bool
-    """Whether the user of each worker must provide files or code."""
+    """True if the user of each worker must provide files or code."""
     groups: tuple[str, ...]
     """The ids under which workers meet: the job's own, or one for each stage of its model."""
 
@@ -52,7 +52,7 @@ class OpenJob:
     outline: JobOutline
     workers: frozenset[PeerId]
     is_done: bool
-    """Whether a worker said that it trained the last round, and none trains now."""
+    """True if a worker said that it trained the last round, and none trains now."""
 
     @property
     def is_full(self) -> bool:

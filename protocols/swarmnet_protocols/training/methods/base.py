@@ -71,7 +71,7 @@ class Method(Protocol):
 
     @property
     def shares_weights(self) -> bool:
-        """Whether ``agreed`` is equal on all workers.
+        """True if ``agreed`` is equal on all workers.
 
         If not, each worker has its own replica, near the others.
         """
@@ -189,7 +189,7 @@ class OuterMethod(AllToAll):
 
     @property
     def contributes_difference(self) -> bool:
-        """Whether this class's ``contribution`` is not replaced."""
+        """True if no subclass replaces this class's ``contribution``."""
         return type(self).contribution is OuterMethod.contribution
 
     def progress(self, parameters: torch.Tensor) -> torch.Tensor:

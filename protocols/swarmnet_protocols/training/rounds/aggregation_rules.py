@@ -221,7 +221,8 @@ def norms(rows: Sequence[Values]) -> list[float]:
 
 @dataclass(frozen=True)
 class AggregationRules:
-    """How contributions are screened and aggregated. Equal at all members of a job."""
+    """The rules by which contributions are screened and aggregated, equal at all members of a
+    job."""
 
     aggregate: Callable[..., Tensor] = weighted_mean
     """Maps contributions [k, n] and weights [k] to the aggregate, float32 [n].
@@ -242,7 +243,7 @@ class AggregationRules:
     The default is above any number of tokens, and sums of such weights are still finite.
     """
     verifiable: bool = False
-    """Whether every member checks the aggregation of every slice.
+    """True if every member checks the aggregation of every slice.
 
     Contributions are then signed, so a reducer can omit some, but not change any. A result needs
     contributions of a majority of the training members (``RoundTerms.quorum``). So a reducer cannot
@@ -251,7 +252,7 @@ class AggregationRules:
 
     @property
     def reads_parts(self) -> bool:
-        """Whether contributions are read part by part, so that no memory holds all of them."""
+        """True if contributions are read part by part, so that no memory holds all of them."""
         return self.aggregate in (weighted_mean, clipped_mean)
 
     @classmethod

@@ -187,7 +187,8 @@ class RoundRunner:
         self._own: list[Contribution | None] = [None for _ in terms.slices]
         """This member's contribution to each slice; None if it makes none."""
         self._withheld = ""
-        """Why this member makes no contribution; empty if it makes one, or has weight 0."""
+        """The reason why this member makes no contribution; empty if it makes one, or has weight
+        0."""
         self._contributions: list[dict[int, Contribution]] = [{} for _ in terms.slices]
         self._to_reduce: asyncio.Queue[tuple[int, list[tuple[int, Contribution]]]] = asyncio.Queue()
         self._assembly = Assembly()
@@ -435,7 +436,7 @@ class RoundRunner:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the payload of a result is its values in float32."""
+        """True if the payload of a result is its values in float32."""
         return not self._terms.is_bundled and self._terms.result_codec.name == FLOAT32.name
 
     def _place(self, index: int, member: int) -> memoryview | None:

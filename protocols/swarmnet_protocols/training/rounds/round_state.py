@@ -107,7 +107,7 @@ class RoundState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all members take part, and none has been lost."""
+        """True if all members take part, and none has been lost."""
         others = (each for number, each in enumerate(self._members) if number != self._me)
         return all(each.has_begun and each.is_linked for each in others)
 

@@ -15,23 +15,23 @@ class SliceState:
     first_reducer: int
     assignment: Assignment
     due: float
-    """When contributions are due, if this member reduces the slice."""
+    """Time until which contributions may arrive, if this member reduces the slice."""
     late_at: float
-    """When the reducer is late. Until then it must deliver a result."""
+    """Time until which the reducer must deliver a result. Then it is late."""
     contributed: set[int] = field(default_factory=set)
     """The members whose contributions arrived, and the members that said they make none."""
     sending_until: dict[int, float] = field(default_factory=dict)
-    """Member → until when it can use this member's contribution."""
+    """Member → time until which it can use this member's contribution."""
     held: tuple[bytes, ...] = ()
     """The hashes of the whole and verified results that this member has."""
     is_taken_over: bool = False
-    """Whether this member has replaced another reducer."""
+    """True if this member has replaced another reducer."""
     is_reduced: bool = False
-    """Whether this member has begun to reduce the slice."""
+    """True if this member has begun to reduce the slice."""
     progress_at: float = -math.inf
-    """When the last part of a result arrived, or was requested."""
+    """Time when the last part of a result arrived, or was requested."""
     requests: int = 0
-    """How often this member has requested a result."""
+    """Number of times that this member has requested a result."""
 
     @classmethod
     def first(cls, me: int, reducer: int, timing: RoundTiming, now: float) -> "SliceState":
@@ -41,7 +41,7 @@ class SliceState:
 
     @property
     def reduces(self) -> bool:
-        """Whether this member still has to reduce the slice.
+        """True if this member still has to reduce the slice.
 
         It is the slice's reducer, and has neither begun to reduce it nor received a result.
         """
@@ -69,13 +69,13 @@ class MemberState:
     """The state of another member, as this member knows it."""
 
     is_linked: bool = False
-    """Whether this member's own stream to it is open."""
+    """True if this member's own stream to it is open."""
     lost_at: float | None = None
-    """When that stream was lost; None unless it is lost."""
+    """Time when that stream was lost; None unless it is lost."""
     has_begun: bool = False
-    """Whether it has begun this round."""
+    """True if it has begun this round."""
     is_refuted: bool = False
-    """Whether it is dishonest."""
+    """True if it is dishonest."""
     attempt: int | None = None
     """The attempt that it follows; None until it says so."""
     report: Report | None = None
@@ -83,5 +83,5 @@ class MemberState:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing more comes from it, unless its stream opens again."""
+        """True if nothing more comes from it, unless its stream opens again."""
         return self.lost_at is not None or self.is_refuted

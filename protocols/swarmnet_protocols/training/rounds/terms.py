@@ -168,7 +168,7 @@ class RoundTerms:
 
     @property
     def is_bundled(self) -> bool:
-        """Whether results carry the contributions instead of their aggregate."""
+        """True if results carry the contributions instead of their aggregate."""
         return not self.groups and (self.codec.sparse or self.rules.verifiable)
 
     @property
