@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import typer
 
@@ -148,26 +148,25 @@ def _ready(process: "subprocess.Popen[bytes]") -> str:
 
 
 def _served(resident: Resident, name: str) -> Served:
-    """Ask an endpoint for the model ``name``. Without a name, return the model with the longest
-    context, because agents send long instructions. Raises ``Unreachable`` or ``ConfigError``."""
+    """Ask an endpoint for the model ``name``, which may be the name of a job: then the agent gets
+    each newer revision, too. Without a name, return the model with the longest context, because
+    agents send long instructions. Raises ``Unreachable`` or ``ConfigError``."""
+    path = f"/v1/models/{quote(name)}" if name else "/v1/models"
+    hint = "`swarmnet models --swarm SWARM` lists the models and what they lack"
     try:
         with closing(http.client.HTTPConnection(urlsplit(resident.url).netloc, timeout=ASK_S)) as connection:
-            connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {resident.key}"})
-            listed = json.loads(connection.getresponse().read(MAX_LIST_BYTES))["data"]
+            connection.request("GET", path, headers={"authorization": f"Bearer {resident.key}"})
+            response = connection.getresponse()
+            answer = json.loads(response.read(MAX_LIST_BYTES))
+        if response.status == http.client.NOT_FOUND:
+            raise ConfigError(f"the endpoint at {resident.url}: {answer['error']['message']}", hint=hint)
+        listed = [answer] if name else answer["data"]
         usable = [each for each in listed if each["available"] and each["max_model_len"]]
         if not usable:
-            raise Unreachable(
-                f"no model of the endpoint at {resident.url} answers now",
-                hint="`swarmnet models --swarm SWARM` lists the models and what they lack",
-            )
-        named = [each for each in usable if name in ("", each["id"])]
-        if not named:
-            known = ", ".join(str(each["id"]) for each in usable)
-            raise ConfigError(
-                f"the endpoint at {resident.url} has no model {name!r} now", hint=f"use one of {known}"
-            )
-        found = max(named, key=lambda each: int(each["max_model_len"]))
-        return Served(resident.url, resident.key, str(found["id"]), int(found["max_model_len"]))
+            lacking = f"the model {name!r} does not answer" if name else "no model answers"
+            raise Unreachable(f"{lacking} at the endpoint {resident.url} now", hint=hint)
+        found = max(usable, key=lambda each: int(each["max_model_len"]))
+        return Served(resident.url, resident.key, name or str(found["id"]), int(found["max_model_len"]))
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
         raise Unreachable(
             f"the endpoint at {resident.url} does not list its models: {error}",

@@ -18,6 +18,8 @@ from swarmnet.resident import Resident, announced
 
 KEY = "a-key-for-tests"
 EXIT = 7
+JOB = "pile"
+"""A training job: the endpoint finds its newest revision by this name."""
 PROGRAM = f"""#!/bin/sh
 printf '%s\\n' "$@" > "$AGENT_TEST/arguments"
 env -0 > "$AGENT_TEST/environment"
@@ -34,9 +36,13 @@ class Models(BaseHTTPRequestHandler):
         about = [
             {"id": name, "max_model_len": context, "available": True} for name, context in contexts.items()
         ]
-        self.send_response(200)
+        named = {each["id"]: each for each in about} | ({JOB: about[0]} if about else {})
+        path = self.path.removeprefix("/v1/models").lstrip("/")
+        missing = {"error": {"message": f"there is no model {path!r} here, only 'tiny', 'small'"}}
+        answer: Any = named.get(path, missing) if path else {"data": about}
+        self.send_response(404 if answer is missing else 200)
         self.end_headers()
-        self.wfile.write(json.dumps({"data": about}).encode())
+        self.wfile.write(json.dumps(answer).encode())
 
     def log_message(self, *_: object) -> None:
         pass
@@ -98,8 +104,10 @@ def test_an_agent_uses_the_model_that_is_named(
 ) -> None:
     assert cli.execute(["agent", "aider", "--model", "small"]) == EXIT
     assert "openai/small" in (tmp_path / "arguments").read_text().splitlines()
+    assert cli.execute(["agent", "aider", "--model", JOB]) == EXIT
+    assert f"openai/{JOB}" in (tmp_path / "arguments").read_text().splitlines()
     assert cli.execute(["agent", "aider", "--model", "other"]) == 3
-    assert "use one of tiny, small" in capfd.readouterr().err
+    assert "only 'tiny', 'small'" in capfd.readouterr().err
 
 
 def test_an_agent_does_not_start_without_a_model_that_answers(
@@ -107,7 +115,7 @@ def test_an_agent_does_not_start_without_a_model_that_answers(
 ) -> None:
     monkeypatch.setattr(Models, "contexts", {})
     assert cli.execute(["agent", "aider"]) != EXIT
-    assert f"no model of the endpoint at {url} answers now" in capfd.readouterr().err
+    assert f"no model answers at the endpoint {url} now" in capfd.readouterr().err
 
 
 def test_an_agent_is_told_when_the_model_is_too_small(url: str, capfd: pytest.CaptureFixture[str]) -> None:
