@@ -5,10 +5,11 @@ import os
 import random
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,6 +64,7 @@ DRAIN_S = 60.0
 MEMORY_SHARE = 4
 """Open models take at most one part in this many of the machine's memory, unless the user says
 otherwise. With fewer parts, other programs run short. With more, models close and open often."""
+FLOAT32_BYTES = 4
 MAX_KEY_FILE_BYTES = 1 << 20
 MAX_FILES = 65536
 """Limit on open files, raised from the usual 1024 because each HTTP connection takes one."""
@@ -137,7 +139,7 @@ class EndpointOptions:
         typer.Option(
             "--max-memory",
             metavar="SIZE",
-            help="Memory for the embeddings and heads of open models, without --model. The least recently used close for others.",
+            help="Memory for the embeddings, heads and adapters of open models, without --model. The least recently used close for others.",
             show_default="a quarter of this machine's",
         ),
         From(str, units.parse_size_bytes),
@@ -256,6 +258,14 @@ def _read_adapters(local: "LocalModel", folders: Mapping[str, Path]) -> "dict[st
     from swarmnet_client.tuning.adapter_dir import read_lora
 
     return {name: read_lora(local, folder) for name, folder in folders.items()}
+
+
+def _adapter_bytes(folders: Iterable[Path]) -> int:
+    """Return the memory of adapters: float32 values, and the files for hosts, which copy them."""
+    from swarmnet_client.tuning.adapter_dir import stored_shapes
+
+    values = sum(prod(shape) for folder in folders for shape in stored_shapes(folder).values())
+    return 2 * FLOAT32_BYTES * values
 
 
 def _read_router(options: EndpointOptions, model: str) -> "Router | None":
@@ -383,7 +393,8 @@ async def _models(
         offer: ModelOffer, reserve: Callable[[int], Awaitable[None]]
     ) -> "AsyncIterator[tuple[BatchedModel, dict[str, Adapter]]]":
         local = await resolve_announced(offer.name, offer.manifest, connection, network, **vars(source))
-        await reserve(local.sizes("local_layers").in_memory(load.dtype.itemsize))
+        weights = local.sizes("local_layers").in_memory(load.dtype.itemsize)
+        await reserve(weights + _adapter_bytes(folders.get(offer.name, {}).values()))
         async with opened(local, offer.name) as found:
             yield found
 

@@ -9,14 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
+from safetensors.numpy import save_file
 
 from swarmnet.cli.commands import serve
 from swarmnet.cli.interrupts import run_until_stopped
 from swarmnet.swarm_file import keys as key_files
 from swarmnet.web.middleware import AccessPolicy
-from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_client.hosts.model_offers import ModelOffer
+from swarmnet_protocols.errors import ConfigError, OutOfResources, SwarmnetError
 from tests.defences import defence, replacing
 
 
@@ -103,6 +106,37 @@ def test_a_gateway_whose_server_broke_ends_with_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr("swarmnet.web.server._Server.on_tick", on_tick)
     with pytest.raises(SwarmnetError, match="failed"):
         run_until_stopped(serving())
+
+
+@pytest.mark.usefixtures("idle")
+@defence("adapters count as memory of their model", off=replacing(serve, "_adapter_bytes", lambda _: 0))
+def test_the_memory_limit_counts_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file({"down": np.zeros((8, 4), np.float32)}, tmp_path / "adapter_model.safetensors")
+    sizes = SimpleNamespace(in_memory=lambda _: 100)
+    offer = ModelOffer("model", bytes(32), 4)
+
+    async def read(*_: object) -> list[ModelOffer]:
+        return [offer]
+
+    async def resolved(*_: object, **__: object) -> Any:
+        return SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)), sizes=lambda _: sizes)
+
+    monkeypatch.setattr("swarmnet_client.hosts.model_offers.SwarmOffers.read", read)
+    monkeypatch.setattr("swarmnet_protocols.joining.without_hub.resolve_announced", resolved)
+    rules = SimpleNamespace(swarm=b"swarm", check_model=lambda *_: None)
+    network: Any = SimpleNamespace(rules=rules, trust=SimpleNamespace(hosts=None))
+    most = 100 + 2 * 4 * 8 * 4 - 1
+    options = serve.EndpointOptions(adapter=[f"model:law={tmp_path}"], max_memory_bytes=most)
+
+    async def main() -> None:
+        connection: Any = (None, None)
+        async with serve._models(serve.Folders(tmp_path), connection, network, options) as models:
+            with pytest.raises(OutOfResources, match="all models may take"):
+                async with models.using("model"):
+                    pytest.fail("the model opened")
+
+    asyncio.run(main())
 
 
 def test_no_key_takes_the_place_of_another_of_its_name(tmp_path: Path) -> None:
