@@ -46,10 +46,16 @@ def _of_user(find: Callable[..., Path]) -> Path:
         ) from error
 
 
+class DataDirInUse(ConfigError):
+    """Another process has locked a data directory."""
+
+
 @contextmanager
 def locked_data_dir(data_dir: Path) -> Iterator[Path]:
-    """Lock ``data_dir``, created with mode 0700 if absent, until the context or the process
-    ends."""
+    """Lock ``data_dir``, created with mode 0700 if absent, until the context or the process ends.
+
+    Raises ``DataDirInUse``, and ``ConfigError`` if the folder cannot be used at all.
+    """
     try:
         make_private(data_dir)
         descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -57,13 +63,13 @@ def locked_data_dir(data_dir: Path) -> Iterator[Path]:
         why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         raise ConfigError(
             f"cannot use the data directory {data_dir}: {why}",
-            hint="choose another one with --data-dir",
+            hint="make it a folder that you may write, or choose another one with --data-dir",
         ) from error
     try:
         try:
             lock(descriptor)
         except BlockingIOError as error:
-            raise ConfigError(
+            raise DataDirInUse(
                 f"another command already runs with the data directory {data_dir}",
                 hint="give this one another --data-dir, or stop the other; a node: swarmnet finish --data-dir DIR",
             ) from error

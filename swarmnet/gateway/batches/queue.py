@@ -18,7 +18,7 @@ from swarmnet.gateway.batches.journal import Journal
 from swarmnet.gateway.batches.lines import checked_ids, read_lines
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.parsing import BodyParser
-from swarmnet.paths import locked_data_dir
+from swarmnet.paths import DataDirInUse, locked_data_dir
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.machine.aio import News, cancel, persist, race
 
@@ -50,9 +50,9 @@ class BatchQueue:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Answer batches while the context is open, unless another process has the folder. Then
-        requests about batches are refused."""
+        requests about batches are refused. Raises ``ConfigError`` if the folder cannot be used."""
         with ExitStack() as stack:
-            with suppress(ConfigError):
+            with suppress(DataDirInUse):
                 stack.enter_context(locked_data_dir(self.folder))
                 self.accounts.keep_files(self.folder)
                 for account in self.accounts.values():

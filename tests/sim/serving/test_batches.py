@@ -17,6 +17,7 @@ from swarmnet.gateway.batches.store import BatchStore
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.parsing import BodyParser
 from swarmnet.gateway.protocols.kept_responses import KeptResponses
+from swarmnet.paths import locked_data_dir
 from swarmnet_protocols.errors import ConfigError
 from tests.defences import Patch, defence, nothing, replacing
 from tests.sim.serving.test_models import MEMORY, in_swarm, name_of, swarm_gateway
@@ -210,6 +211,22 @@ def test_lines_of_a_forming_model_do_not_hold_up_others(tiny: Reference, tmp_pat
             assert (batch.status, batch.request_counts.completed) == ("completed", len(lines))
 
     simulate(tiny, scenario)
+
+
+def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+
+    async def run(folder: Path) -> Account:
+        accounts = KeyAccounts(Quota(), lambda: 0.0)
+        answerer: Any = None
+        async with queue.BatchQueue(folder, accounts, answerer, BodyParser(512), lambda: 0.0).running():
+            return accounts[""]
+
+    with pytest.raises(ConfigError, match="it is a file"):
+        asyncio.run(run(file))
+    with locked_data_dir(tmp_path / "elsewhere"), pytest.raises(ApiError, match="another endpoint"):
+        _ = asyncio.run(run(tmp_path / "elsewhere")).files
 
 
 FILE = b'--b\r\nContent-Disposition: form-data; name="file"'
