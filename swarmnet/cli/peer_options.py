@@ -1,8 +1,6 @@
 """The options that all clients share, and the options that nodes and workers share."""
 
-import asyncio
 import platform
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +23,7 @@ from swarmnet_protocols.errors import ConfigError, Unreachable
 if TYPE_CHECKING:
     from swarmnet.swarm_file.entry import Entry
     from swarmnet_node.owner.limits import OwnerLimits
+    from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.joining.network import Network
     from swarmnet_protocols.models import LocalModel, Progress
 
@@ -48,28 +47,20 @@ class ClientOptions:
         """
         from swarmnet_protocols.joining.without_hub import resolve_in_swarm
         from swarmnet_protocols.machine import lean_imports
-        from swarmnet_protocols.models.public_names import is_path
 
         lean_imports.use()
         if name.endswith(".toml"):
             from swarmnet.cli.training.job_names import job_here
 
             name = job_here(name, self.data_dir)
-        try:
-            return resolve_in_swarm(
-                name,
-                lambda: network,
-                cache_dir=self.cache_dir,
-                progress=report,
-                max_disk_bytes=self.max_disk_bytes,
-            )
-        except ConfigError as error:
-            if is_path(name) or not asyncio.run(_is_job(name, network)):
-                raise
-            raise Unreachable(
-                f"no machine serves the job {name!r} yet",
-                hint=f"on any machine with room for its model: swarmnet join SWARM --job {name}",
-            ) from error
+        return resolve_in_swarm(
+            name,
+            lambda: network,
+            cache_dir=self.cache_dir,
+            progress=report,
+            max_disk_bytes=self.max_disk_bytes,
+            unknown=_check_no_job,
+        )
 
     def network(self, swarm: str) -> "Network":
         """Return the client's connection to ``swarm``. Raises the errors of ``client_network``."""
@@ -125,12 +116,16 @@ class MachineOptions:
             yield_to_others()
 
 
-async def _is_job(name: str, network: "Network") -> bool:
+async def _check_no_job(name: str, directory: "Directory") -> None:
+    """Raise ``Unreachable`` if ``name`` is a training job. Nobody serves it, or its revision would
+    have been found."""
     from swarmnet.cli.training.job_names import job_in_swarm
-    from swarmnet_protocols.joining.network import connect
 
-    with suppress(ConfigError, Unreachable):
-        async with connect(network, client_mode=True) as (_, directory):
-            await job_in_swarm(name, directory)
-            return True
-    return False
+    try:
+        await job_in_swarm(name, directory)
+    except (ConfigError, Unreachable):
+        return
+    raise Unreachable(
+        f"no machine serves the job {name!r} yet",
+        hint=f"on any machine with room for its model: swarmnet join SWARM --job {name}",
+    )

@@ -76,7 +76,7 @@ class ModelLife(Generic[T]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the model is closed, and no request is about to open it."""
+        """True if the model is closed, and no request is about to open it."""
         return self._users == 0 and (self._task is None or self._task.done())
 
     @property

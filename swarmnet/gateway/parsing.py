@@ -1,4 +1,4 @@
-"""Parsing request bodies on the event loop, within bounded time and memory.
+"""Parsing request bodies and JSON lines within bounded time and memory.
 
 The length of a JSON body bounds neither, because three bytes can become an object of a hundred. So
 the strings, containers, fields, values and digits are counted before the body is parsed, and
@@ -6,8 +6,9 @@ validation ends at the first invalid value.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -15,6 +16,7 @@ from pydantic_core import from_json
 
 from swarmnet.gateway.errors import ApiError, validation_error
 from swarmnet.gateway.protocols.schemas import StrictModel
+from swarmnet_protocols.errors import ConfigError
 
 BYTES_PER_TOKEN = 32
 """Most JSON bytes per token of the context. Russian with all letters escaped needs 24."""
@@ -104,6 +106,35 @@ class BodyParser:
             elif not part.endswith(b"\\") or (len(part) - len(part.rstrip(b"\\"))) % 2 == 0:
                 is_inside = False  # the quotation mark after it is not escaped
         return b"".join(outside)
+
+
+ANY_MODEL = BodyParser(MAX_TOKENS)
+"""Reads lines for a model whose context is not known yet."""
+
+
+def json_lines(path: Path, parser: BodyParser = ANY_MODEL) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield the objects of a file of JSON lines, each after its number and its place in words.
+
+    ``parser`` bounds the time and memory that a line takes. Raises ``ConfigError`` that names the
+    first invalid line.
+    """
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while raw := file.readline(parser.max_bytes + 1):
+                number += 1
+                if raw.strip():
+                    where = f"line {number} of {path}"
+                    yield number, where, _object(raw, where, parser)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check the path") from error
+
+
+def _object(raw: bytes, where: str, parser: BodyParser) -> dict[str, Any]:
+    try:
+        return parser.fields(raw)
+    except ApiError as error:
+        raise ConfigError(f"{where}: {error.message}") from error
 
 
 def validated(fields: Mapping[str, Any], schema: type[R]) -> R:

@@ -1,7 +1,7 @@
 """Resolve a model by its name from peers of the swarm, when the hub does not answer or lacks it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from swarmnet_protocols.models import LocalModel, Progress
     from swarmnet_protocols.net import Transport
 
+    Unknown = Callable[[str, Directory], Awaitable[None]]
+
 
 def resolve_in_swarm(
     name: str,
@@ -24,14 +26,15 @@ def resolve_in_swarm(
     cache_dir: Path,
     progress: "Progress | None" = None,
     max_disk_bytes: int | None = None,
+    unknown: "Unknown | None" = None,
 ) -> "LocalModel":
     """Return the model with this name. ``max_disk_bytes`` is as for ``resolve``.
 
     If the hub does not answer or lacks the model, peers send its outline. The name is looked up in
     the swarm file, then among the models that peers announce, then among the jobs whose revisions
-    they announce. Of a job, the newest revision is returned. ``enter`` enters the swarm. Do not
-    call this on a thread with a running loop. Raises what ``resolve``, ``enter`` and ``connect``
-    raise.
+    they announce. Of a job, the newest revision is returned. ``unknown`` gets a name that is none
+    of these, and may raise an error that says more. ``enter`` enters the swarm. Do not call this on
+    a thread with a running loop. Raises what ``resolve``, ``enter`` and ``connect`` raise.
     """
     from swarmnet_protocols.models import resolve
 
@@ -42,13 +45,13 @@ def resolve_in_swarm(
         network = enter()
         if name not in network.rules.names and is_path(name):
             raise
-        found = asyncio.run(_fetch(name, network, cache_dir))
+        found = asyncio.run(_fetch(name, network, cache_dir, unknown))
         if found is None:
             raise
     return find(found)
 
 
-async def _fetch(name: str, network: Network, cache_dir: Path) -> str | None:
+async def _fetch(name: str, network: Network, cache_dir: Path, unknown: "Unknown | None") -> str | None:
     """Fetch the outline of a model from peers. Return the model's name in the swarm, or None if the
     swarm knows no such model.
 
@@ -69,6 +72,8 @@ async def _fetch(name: str, network: Network, cache_dir: Path) -> str | None:
         if model is None:
             revision = await announced_revision(directory, name)
             if revision is None:
+                if unknown is not None:
+                    await unknown(name, directory)
                 return None
             name, model = revision.name, revision.manifest
         await _fetch_outline((transport, directory), network, name, model, cache_dir)

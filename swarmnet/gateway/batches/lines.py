@@ -13,14 +13,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from swarmnet.gateway.errors import ApiError
-from swarmnet.gateway.parsing import MAX_TOKENS, BodyParser
+from swarmnet.gateway.parsing import ANY_MODEL, BodyParser, json_lines
 from swarmnet.gateway.protocols.chat_completions import CHAT_COMPLETIONS
 from swarmnet.gateway.protocols.completions import COMPLETIONS
 from swarmnet_protocols.errors import ConfigError
 
-ANY_MODEL = BodyParser(MAX_TOKENS)
-"""Reads lines for a model whose context is not known yet."""
 MAX_ID_CHARS = 512
 WINDOW = 4096
 """Lines that are sorted together. With more, lines share more prefixes and take more memory."""
@@ -59,31 +56,6 @@ def read_lines(path: Path, model: str, parser: BodyParser = ANY_MODEL) -> Iterat
     """
     for number, where, fields in json_lines(path, parser):
         yield _line(fields, where, f"line-{number}", model)
-
-
-def json_lines(path: Path, parser: BodyParser = ANY_MODEL) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yield the objects of a file of JSON lines, each after its number and its place in words.
-
-    ``parser`` bounds the time and memory that a line takes. Raises ``ConfigError`` that names the
-    first invalid line.
-    """
-    try:
-        with path.open("rb") as file:
-            number = 0
-            while raw := file.readline(parser.max_bytes + 1):
-                number += 1
-                if raw.strip():
-                    where = f"line {number} of {path}"
-                    yield number, where, _object(raw, where, parser)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check the path") from error
-
-
-def _object(raw: bytes, where: str, parser: BodyParser) -> dict[str, Any]:
-    try:
-        return parser.fields(raw)
-    except ApiError as error:
-        raise ConfigError(f"{where}: {error.message}") from error
 
 
 def _line(fields: dict[str, Any], where: str, usual_id: str, model: str) -> BatchLine:

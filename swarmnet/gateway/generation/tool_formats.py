@@ -1,4 +1,6 @@
-"""How families of models write thoughts and calls of tools, recognised by their chat template.
+"""The forms in which families of models write thoughts and calls of tools.
+
+A family is recognised by its chat template.
 
 The grammar of an answer (``answer_grammars.py``) fixes the form of a call to the letter, so the
 reader (``answer_reader.py``) meets nothing else. Formats follow the templates that the publishers

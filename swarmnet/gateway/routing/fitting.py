@@ -20,9 +20,9 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from swarmnet.gateway.batches.lines import json_lines
 from swarmnet.gateway.errors import validation_error
 from swarmnet.gateway.generation.requests import ChatPrompt
+from swarmnet.gateway.parsing import json_lines
 from swarmnet.gateway.protocols.schemas import Messages, OpenModel
 from swarmnet.gateway.routing.router import (
     MAX_MODELS,
@@ -111,7 +111,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class FitReport:
-    """How good a router is on questions that it has not seen.
+    """The quality of a router on questions that it has not seen.
 
     - ``accuracy``: share of held-out comparisons with a winner whose winner the router names.
     - ``baseline``: the same for a router that knows no questions, only who usually wins.

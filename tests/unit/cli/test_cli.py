@@ -9,8 +9,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import platformdirs
 import pytest
@@ -19,6 +23,7 @@ import typer
 from swarmnet import cli
 from swarmnet.cli.commands import run
 from swarmnet.cli.failures import explain
+from swarmnet.cli.peer_options import ClientOptions
 from swarmnet.paths import locked_data_dir
 from swarmnet_node.loading import block_speed
 from swarmnet_node.owner import control
@@ -300,6 +305,31 @@ def test_a_data_directory_that_cannot_be_used_is_refused(
     (tmp_path / "file").write_text("")
     assert cli.execute(["join", swarm, "--data-dir", str(tmp_path / "file")]) == 3
     assert "--data-dir" in capsys.readouterr().err
+
+
+def test_one_look_at_a_swarm_tells_jobs_from_unknown_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+
+    @asynccontextmanager
+    async def connect(*_: object, **__: object) -> AsyncIterator[tuple[None, None]]:
+        looks.append(1)
+        yield None, None
+
+    monkeypatch.setattr("swarmnet_protocols.joining.without_hub.connect", connect)
+    for found in ("catalog.announced_model", "revisions.announced_revision"):
+        monkeypatch.setattr(f"swarmnet_protocols.directory.{found}", AsyncMock(return_value=None))
+    monkeypatch.setattr("swarmnet_protocols.training.job_records.find_jobs", AsyncMock(return_value=[]))
+    network: Any = SimpleNamespace(rules=SimpleNamespace(names={}))
+    client = ClientOptions(hosts=(), data_dir=tmp_path, cache_dir=tmp_path, max_disk_bytes=None)
+    for name, error, message in (
+        ("0" * 64, errors.Unreachable, "no machine serves the job"),
+        ("nosuchmodel", errors.ConfigError, "nosuchmodel"),
+    ):
+        with pytest.raises(error, match=message):
+            client.resolve(name, network, lambda *_: None)
+    assert len(looks) == 2
 
 
 def test_a_prompt_of_any_size_is_not_read_into_memory(
