@@ -286,7 +286,7 @@ class P2pdTransport:
     # ---- p2pd -----------------------------------------------------------------------------------
 
     async def _supervise_daemon(self) -> None:
-        """Enforce the limits on p2pd, and restart it when its memory requires it, until it ends."""
+        """Enforce the limits on p2pd until it ends. Restart it when it takes too much memory."""
         while True:
             refreshing = persist("the refresh of addresses", self._refresh_addresses_periodically)
             async with in_background(refreshing):
