@@ -1,14 +1,17 @@
 """Workers of four stages train a tiny model that none of them holds, while some of them fail."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swarmnet_node.training.pipeline import pipeline
+from swarmnet_node.training.pipeline.stage_passes import KeptMicrobatch, StagePasses
 from swarmnet_node.training.pipeline.stage_workers import StageWorkers
 from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import EXCHANGE, MICROBATCH, STEP
 from swarmnet_protocols.timing import Timing
@@ -28,6 +31,9 @@ from tests.support.network.memory_network import Delivery, LinkProfile
 from tests.support.network.virtual_time import run
 from tests.support.training.stages import LLAMA, MOE, StageLab, names, stage_of, staged_job, whole_losses
 from tests.support.training.workers import SWARM, train
+
+RESTART_S = 2.0
+"""Virtual seconds in which a later stage begins a round, while microbatches arrive."""
 
 
 def staged_lab(folder: Path, **changes: Any) -> StageLab:
@@ -117,6 +123,33 @@ def test_a_fault_loses_no_microbatch(kind: str, fault: str, victim: str, tmp_pat
         if fault != "kill" or name not in hurt:
             assert lab.events[name][-1]["event"] == "done"
             assert lab.events[name][-1]["round"] == 4
+
+
+def test_microbatches_arrive_while_their_round_begins(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The computing thread has passed some forwards before a later stage's event loop learns that
+    the round has begun. Nothing is computed twice."""
+    began, passed = list[float](), Counter[bool]()
+    restart, forward = StagePasses.restart, StagePasses.forward
+
+    def slow_restart(passes: StagePasses, state: bytes | None = None) -> None:
+        restart(passes, state)
+        if state is not None and passes.trainer.stage:
+            began.append(asyncio.get_running_loop().time())
+            passes.trainer._executor.owed_s += RESTART_S  # type: ignore[attr-defined]
+
+    def counted(passes: StagePasses, kept: KeptMicrobatch, sender: PeerId | None = None) -> None:
+        if sender is not None:  # else it rehearses
+            passed[asyncio.get_running_loop().time() < began[-1] + RESTART_S] += 1
+        forward(passes, kept, sender)
+
+    monkeypatch.setattr(StagePasses, "restart", slow_restart)
+    monkeypatch.setattr(StagePasses, "forward", counted)
+    lab = staged_lab(tmp_path, rounds=3, stages=2, batch=8)
+    run(train(lab, *names(dict.fromkeys(range(2), 1)), limit_s=300.0))
+
+    lab.check_books()
+    assert passed[True]
+    assert passed.total() == 3 * 4
 
 
 @pytest.mark.parametrize("victim", ["source", "target"])

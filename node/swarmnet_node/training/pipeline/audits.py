@@ -125,12 +125,11 @@ class StageAuditor:
 
     def _recalled(self, microbatch: Microbatch, *, gradient: bool) -> Buffer:
         """Return a tensor that this worker exchanged with the audited one, its neighbour."""
-        me, tensor = self._job.transport.peer_id, None
-        if me == microbatch.sender:
-            if (kept := self._kept(microbatch)) is not None:
-                tensor = kept.grad_outputs if gradient else kept.outputs
-        elif me == microbatch.onward().receiver and (kept := self._kept(microbatch.onward())) is not None:
-            tensor = kept.grad_inputs if gradient else kept.inputs
+        me, onward, tensor = self._job.transport.peer_id, microbatch.onward(), None
+        if me == microbatch.sender and (kept := self._kept(microbatch)) is not None:
+            tensor = (kept.answer.grad_outputs if kept.answer else None) if gradient else kept.outputs
+        elif me == onward.receiver and (kept := self._kept(onward)) is not None:
+            tensor = (kept.answer.grad_inputs if kept.answer else None) if gradient else kept.inputs
         if tensor is None:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this tensor is not here")
         return tensor

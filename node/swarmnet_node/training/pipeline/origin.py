@@ -220,11 +220,10 @@ class MicrobatchOrigin:
         step.begin({number: batch for number, (_, batch) in enumerate(held_out)})
 
         async def send(number: int) -> None:
-            begun, batch = step.begun[number], step.batches[number]
-            begun.outputs = await self._turns.run(lambda: self._passes.begin_evaluation(batch))
+            batch = step.batches[number]
+            outputs = await self._turns.run(lambda: self._passes.begin_evaluation(batch))
             async with asyncio.timeout(most_s):
-                await self._travel(step, number, ())
-            begun.outputs = None
+                await self._travel(step, number, (), outputs)
 
         await self._all_of(step, send)
         return self._passes.trainer.mean_loss(
@@ -312,23 +311,23 @@ class MicrobatchOrigin:
         begun = step.begun[number]
         await self._turns.run(lambda: self._passes.begin(begun, step.batches[number]), Pass.BEGIN)
         chain: tuple[PeerId, ...] = ()
-        while begun.graph is not None:
-            gradient, chain = await self._travel(step, number, chain)
+        while begun.answer is None:
+            gradient, chain = await self._travel(step, number, chain, begun.outputs)
             try:
                 await self._turns.run(partial(self._passes.finish, begun, gradient, chain[0]), Pass.BACKWARD)
             except ProtocolViolation as error:
                 chain = self._without(chain, StageFailed(1, str(error)), {})
 
     async def _travel(
-        self, step: _Step, number: int, chain: tuple[PeerId, ...]
+        self, step: _Step, number: int, chain: tuple[PeerId, ...], outputs: Buffer | None
     ) -> tuple[bytearray, tuple[PeerId, ...]]:
-        """Send a microbatch along ``chain``, with replacements where it fails, until it is home.
+        """Send stage 0's outputs along ``chain``, with replacements where it fails, until they are
+        home.
 
         Empty: a new chain. Returns the gradient of stage 0's outputs, and the chain that computed
         it.
         """
         id = MicrobatchId(step.round, self._job.transport.peer_id, number)
-        outputs = step.begun[number].outputs
         tokens = target_count(step.batches[number])
         blamed: dict[PeerId, PeerId] = {}
         while True:
@@ -358,7 +357,8 @@ class MicrobatchOrigin:
         home = step.home[microbatch.id.number]
         if not (self._client.signed and microbatch.has_receipts):
             return
-        answered = (tensor_hash(home.inputs or b""), tensor_hash(home.grad_inputs or b""))
+        answer = b"" if home.answer is None else home.answer.grad_inputs
+        answered = (tensor_hash(home.inputs or b""), tensor_hash(answer))
         if answered != (receipts[-1].outputs, receipts[-1].grad_outputs):
             raise StageFailed(len(receipts), f"{microbatch.chain[-1]} sent other tensors than it says")
         for stage, receipt in enumerate(receipts, 1):
@@ -537,9 +537,9 @@ class MicrobatchOrigin:
                 continue
             places = list(chain)
             places[stage - 1] = PeerId("")
-            gradient, _ = await self._travel(step, number, tuple(places))
-            if gradient != (begun := step.begun[number]).grad_outputs:
-                begun.grad_outputs, self._passes.is_outdated = gradient, True
+            begun = step.begun[number]
+            gradient, _ = await self._travel(step, number, tuple(places), begun.outputs)
+            await self._turns.run(partial(self._passes.finish, begun, gradient))
             for index, worker in enumerate(step.ledger.chains[number]):
                 self._tell(step, index + 1, worker)
             await step.news.tell()

@@ -209,22 +209,18 @@ class Pipeline:
         self._round = round
         self._accounts = {each: accounts for each, accounts in self._accounts.items() if each >= round}
         before = list(self._kept.values())
-        if self._inner is not None:  # microbatches are for whatever weights are here
-            for kept in before:
-                kept.drop_graph()
-            await self._news.tell()
-            return
 
         def restart() -> None:
             for kept in before:
                 kept.drop_graph()
-            self._passes.restart(state)
+            if self.is_in_step:  # otherwise an inner step may have begun
+                self._passes.restart(state)
 
         # The passes of this round follow on the computing thread, so they keep their graphs.
         await self._compute(restart)
-        self._kept = {id: kept for id, kept in self._kept.items() if id.round >= round - 1}
-        self._attempts = {}
-        self._settled = None
+        if self.is_in_step:  # otherwise microbatches are for whatever weights are here
+            self._kept = {id: kept for id, kept in self._kept.items() if id.round >= round - 1}
+            self._attempts, self._settled = {}, None
         await self._news.tell()
 
     def divide(self, batches_s: Sequence[float]) -> None:
@@ -378,9 +374,9 @@ class Pipeline:
         async def admit() -> bool:
             kept.append(await self._admit(microbatch))
             trains_here = not (microbatch.is_home or microbatch.is_forward_only)
-            if self._inner is not None and trains_here and kept[0].grad_inputs is None:
+            if self._inner is not None and trains_here and kept[0].answer is None:
                 await held.enter_async_context(self._inner.place())
-                held.callback(kept[0].drop_graph)
+                held.push_async_callback(self._leave_place, kept[0])
             return kept[0].has(request.begin.inputs)
 
         async def gradient(inputs: Buffer | None) -> tuple[Buffer, Sequence[Receipt]]:
@@ -441,6 +437,11 @@ class Pipeline:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"round {id.round} is over here")
         return self._kept.setdefault(id, KeptMicrobatch())
 
+    async def _leave_place(self, kept: KeptMicrobatch) -> None:
+        """Drop the graph of a microbatch without a gradient, after a pass that is under way."""
+        if kept.answer is None:
+            await self._compute(kept.drop_graph)
+
     def _forget_before(self, id: MicrobatchId) -> None:
         """Forget other inner steps of an origin: all their microbatches are home."""
         step = id.round, id.number // self._batch
@@ -476,12 +477,12 @@ class Pipeline:
                 batch = found[1]
                 await self._turns.run(lambda: passes.end(kept, batch, id, microbatch.sender), Pass.END)
         else:
-            if kept.outputs is None:
+            if kept.passed is None:
                 self._check_round(id)
                 await self._turns.run(lambda: passes.forward(kept, microbatch.sender), Pass.FORWARD)
-            if kept.grad_inputs is None or kept.rest != microbatch.rest:
+            if kept.answer is None or kept.rest != microbatch.rest:
                 gradient, later = await self._ask_next(microbatch, kept.outputs or b"")
-                if kept.grad_inputs is None or (gradient != kept.grad_outputs and self._client.signed):
+                if kept.answer is None or (gradient != kept.answer.grad_outputs and self._client.signed):
                     self._check_round(id)
                     subject = microbatch.subject(self.job.id)
 
@@ -496,9 +497,9 @@ class Pipeline:
                 else:
                     kept.receipts = (*kept.receipts[:1], *later)
                 kept.rest = microbatch.rest
-        if kept.grad_inputs is None:
+        if kept.answer is None:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "the round of this microbatch is over")
-        return kept.grad_inputs
+        return kept.answer.grad_inputs
 
     async def _evaluate(self, microbatch: Microbatch, inputs: Buffer) -> Buffer:
         """Pass a microbatch of an evaluation on. Nothing of it is kept."""
@@ -530,7 +531,7 @@ class Pipeline:
 
     def _has(self, id: MicrobatchId) -> bool:
         kept = self._kept.get(id)
-        return kept is not None and kept.grad_inputs is not None
+        return kept is not None and kept.answer is not None
 
     # ---- the end of a round -------------------------------------------------------------------
 

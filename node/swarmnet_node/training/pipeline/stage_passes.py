@@ -36,27 +36,53 @@ from swarmnet_protocols.training.pipeline.receipts import Receipt, tensor_hash
 from swarmnet_protocols.wire import refusal_pb2
 
 
+@dataclass(frozen=True)
+class Graph:
+    """A forward pass that waits for the gradient of its outputs."""
+
+    outputs: Buffer
+    values: torch.Tensor
+    """The outputs, with the graph that computed them."""
+    leaf: torch.Tensor | None = None
+    """The inputs. None at stage 0."""
+    state: bytes = b""
+    """The state that computed the outputs, as in a receipt."""
+
+
+@dataclass(frozen=True)
+class MicrobatchAnswer:
+    """The tensors of a microbatch whose passes have ended. A loss has no outputs, and stage 0 has
+    no inputs."""
+
+    outputs: Buffer = b""
+    grad_outputs: Buffer = b""
+    grad_inputs: Buffer = b""
+    state: bytes = b""
+    """As in ``Graph``."""
+
+
 @dataclass(eq=False)
 class KeptMicrobatch:
     """One microbatch as a worker keeps it. Buffers are encoded tensors."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     inputs: Buffer | None = None
-    outputs: Buffer | None = None
-    grad_outputs: Buffer | None = None
-    grad_inputs: Buffer | None = None
+    passed: Graph | MicrobatchAnswer | None = None
+    """The last pass that the weights here have computed from ``inputs``."""
     tokens: int = 0
     """Predicted tokens, as the origin says."""
     rest: tuple[PeerId, ...] | None = None
     """The later workers that have computed the microbatch."""
-    state: bytes = b""
-    """The state that computed the outputs, as in a receipt."""
     receipts: tuple[Receipt, ...] = ()
     """Receipts of this worker and of the later ones that have computed the microbatch."""
-    leaf: torch.Tensor | None = None
-    """The inputs of ``graph``."""
-    graph: torch.Tensor | None = None
-    """The outputs, until the backward pass."""
+
+    @property
+    def outputs(self) -> Buffer | None:
+        return None if self.passed is None else self.passed.outputs
+
+    @property
+    def answer(self) -> MicrobatchAnswer | None:
+        return self.passed if isinstance(self.passed, MicrobatchAnswer) else None
 
     def has(self, inputs_hash: bytes) -> bool:
         """Return whether the inputs with this hash are here. All inputs match an empty hash."""
@@ -65,13 +91,12 @@ class KeptMicrobatch:
     def take(self, inputs: Buffer) -> None:
         """Begin with these inputs. If other inputs are here, forget all that came from them."""
         if inputs != self.inputs:
-            self.inputs, self.rest = inputs, None
-            self.outputs = self.grad_outputs = self.grad_inputs = self.leaf = self.graph = None
+            self.inputs, self.rest, self.passed = inputs, None, None
 
     def drop_graph(self) -> None:
         """Drop a graph that no backward pass has used, because the weights may change."""
-        if self.graph is not None:
-            self.graph = self.leaf = self.outputs = None
+        if isinstance(self.passed, Graph):
+            self.passed = None
 
 
 @dataclass(frozen=True)
@@ -192,7 +217,7 @@ class StagePasses:
             self.begin(kept, batch)
             home = KeptMicrobatch(inputs=kept.outputs)
             self.end(home, batch, id)
-            self.finish(kept, home.grad_inputs or b"")
+            self.finish(kept, b"" if home.answer is None else home.answer.grad_inputs)
         self.restart()
 
     def begin_evaluation(self, batch: torch.Tensor) -> Buffer:
@@ -203,19 +228,22 @@ class StagePasses:
     def begin(self, kept: KeptMicrobatch, batch: torch.Tensor) -> None:
         """Compute the outputs of stage 0."""
         started = time.perf_counter()
-        kept.graph = self.trainer.begin(batch)
-        kept.outputs = self.boundary.outputs(kept.graph, inputs_of(batch))
+        values = self.trainer.begin(batch)
+        kept.passed = Graph(self.boundary.outputs(values, inputs_of(batch)), values)
         self._seconds += time.perf_counter() - started
 
     def finish(self, kept: KeptMicrobatch, gradient: Buffer, sender: PeerId | None = None) -> None:
         """Run the graph of ``begin`` backwards, because the microbatch is home.
 
-        ``sender``: as in ``forward``, of ``gradient``.
+        If it was home before with another gradient, only note this one. ``settle_own`` then
+        computes all again. ``sender``: as in ``forward``, of ``gradient``.
         """
         started = time.perf_counter()
-        if kept.graph is not None:
-            self.trainer.accumulate(kept.graph, self._decoded(gradient, self._usual_gradients, sender))
-            kept.graph, kept.grad_outputs = None, gradient
+        if isinstance(passed := kept.passed, Graph):
+            self.trainer.accumulate(passed.values, self._decoded(gradient, self._usual_gradients, sender))
+            kept.passed = MicrobatchAnswer(passed.outputs, gradient)
+        elif passed is not None and gradient != passed.grad_outputs:
+            kept.passed, self.is_outdated = replace(passed, grad_outputs=gradient), True
         self._seconds += time.perf_counter() - started
 
     def end(
@@ -225,14 +253,14 @@ class StagePasses:
 
         ``sender``: as in ``forward``.
         """
-        if kept.grad_inputs is None and kept.inputs is not None:
+        if kept.passed is None and kept.inputs is not None:
             started = time.perf_counter()
             leaf = self._decoded(kept.inputs, self._usual_inputs, sender).requires_grad_()
             loss = self.trainer.end(leaf, batch)
             gradient = self.trainer.accumulate(loss, None, leaf)
             self.is_outdated |= id.number in self.losses
             self.losses[id.number] = float(loss.detach())
-            kept.grad_inputs = self.boundary.gradient(gradient, id, 0)
+            kept.passed = MicrobatchAnswer(grad_inputs=self.boundary.gradient(gradient, id, 0))
             self._seconds += time.perf_counter() - started
 
     def forward(self, kept: KeptMicrobatch, sender: PeerId | None = None) -> None:
@@ -240,13 +268,12 @@ class StagePasses:
 
         ``sender``: the worker that sent the inputs. None if they were admitted before.
         """
-        if kept.outputs is None and kept.inputs is not None:
+        if kept.passed is None and kept.inputs is not None:
             started = time.perf_counter()
-            kept.state = self.state
-            kept.leaf = self._decoded(kept.inputs, self._usual_inputs, sender).requires_grad_()
+            leaf = self._decoded(kept.inputs, self._usual_inputs, sender).requires_grad_()
             ids = self.boundary.ids(kept.inputs)
-            kept.graph = self.trainer.forward(kept.leaf, self.boundary.sequences, ids)
-            kept.outputs = self.boundary.outputs(kept.graph, ids)
+            values = self.trainer.forward(leaf, self.boundary.sequences, ids)
+            kept.passed = Graph(self.boundary.outputs(values, ids), values, leaf, self.state)
             self._seconds += time.perf_counter() - started
 
     def backward(
@@ -256,19 +283,18 @@ class StagePasses:
 
         ``sender``: as in ``forward``, of ``gradient``.
         """
-        if gradient != kept.grad_outputs and kept.grad_inputs is not None:
-            kept.outputs = kept.grad_inputs = None  # a later worker was replaced
+        if kept.answer is not None and gradient != kept.answer.grad_outputs:
+            kept.passed = None  # a later worker was replaced
             self.forward(kept)
-        if kept.grad_inputs is None and kept.graph is not None:
+        if isinstance(graph := kept.passed, Graph):
             started = time.perf_counter()
             decoded = self._decoded(gradient, self._usual_gradients, sender)
-            graph, leaf, kept.graph, kept.leaf = kept.graph, kept.leaf, None, None
-            outputs, kept.outputs = kept.outputs, None  # without a gradient, all is computed again
+            kept.passed = None  # without a gradient, all is computed again
             self._accumulated.append(id)
             self._tokens += kept.tokens
-            values = self.trainer.accumulate(graph, decoded, leaf)
-            kept.grad_inputs = self.boundary.gradient(values, id, self.trainer.stage)
-            kept.grad_outputs, kept.outputs = gradient, outputs
+            values = self.trainer.accumulate(graph.values, decoded, graph.leaf)
+            grad_inputs = self.boundary.gradient(values, id, self.trainer.stage)
+            kept.passed = MicrobatchAnswer(graph.outputs, gradient, grad_inputs, graph.state)
             self._seconds += time.perf_counter() - started
 
     def evaluated(self, inputs: Buffer, sender: PeerId) -> Buffer:
@@ -285,9 +311,9 @@ class StagePasses:
 
     def sign_receipt(self, kept: KeptMicrobatch, subject: bytes, later: tuple[Receipt, ...]) -> None:
         """Put a receipt of this worker before the ``later`` ones, unless the job has none."""
-        if self.sign is not None:
-            state = kept.state if kept.state == self.state else b""
-            tensors = (kept.inputs, kept.outputs, kept.grad_outputs, kept.grad_inputs)
+        if self.sign is not None and (answer := kept.answer) is not None:
+            state = answer.state if answer.state == self.state else b""
+            tensors = (kept.inputs, answer.outputs, answer.grad_outputs, answer.grad_inputs)
             inputs, outputs, grad_outputs, grad_inputs = (tensor_hash(each or b"") for each in tensors)
             receipt = Receipt(state, inputs, outputs, grad_outputs, grad_inputs, self.trainer.bits)
             signed = replace(receipt, signature=self.sign(receipt.signed_bytes(subject)))
@@ -336,10 +362,10 @@ class StagePasses:
             self.trainer.free_gradients()
             self._accumulated = []
             for id in sorted(counted):
-                again = KeptMicrobatch(inputs=kept[id].inputs)
-                self.forward(again)
-                if (gradient := kept[id].grad_outputs) is not None:
-                    self.backward(again, gradient, id)
+                if (answer := kept[id].answer) is not None:
+                    again = KeptMicrobatch(inputs=kept[id].inputs)
+                    self.forward(again)
+                    self.backward(again, answer.grad_outputs, id)
         self.trainer.report = StepReport(0.0, sum(counted.values()), self._seconds)
 
     def settle_own(
@@ -356,10 +382,10 @@ class StagePasses:
             self.trainer.free_gradients()
             self.losses = {}
             for id, batch, begun, home in own:
-                again = KeptMicrobatch(inputs=home.inputs)
+                again = KeptMicrobatch()
                 self.begin(again, batch)
-                self.end(again, batch, id)
-                self.finish(again, begun.grad_outputs or b"")
+                self.end(KeptMicrobatch(inputs=home.inputs), batch, id)
+                self.finish(again, b"" if begun.answer is None else begun.answer.grad_outputs)
         self._tokens = tokens
         self.trainer.report = StepReport(sum(self.losses.values()) / max(1, tokens), tokens, self._seconds)
 
