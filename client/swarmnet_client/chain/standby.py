@@ -299,7 +299,7 @@ class Standbys:
                     live.stream.close()
 
     def _failed(self, hop: Hop, error: SwarmnetError) -> None:
-        """Ban a host that did not open a session or ended it, unless it only has no room for a
+        """Ban a host that did not open a session or ended it, unless it just lacks room for a
         standby."""
         if not isinstance(error, Refused) or error.reason != refusal_pb2.REASON_IDLE:
             self.hosts.failed(hop.peer)

@@ -12,7 +12,7 @@ BAN_S = 15.0
 BAN_MAX_S = 240.0
 """Longest ban in seconds, after repeated failures."""
 SEPARATED_S = 60.0
-"""Seconds that two hosts are not made neighbours after they did not reach each other."""
+"""Seconds that two hosts are kept apart after one did not reach the other."""
 CONVICTED_S = 6 * 3600.0
 """Seconds that a host with wrong outputs is not used."""
 MIN_OVERLOADED_S = 1.0

@@ -192,8 +192,7 @@ class AdapterStore:
     def _make_room(self, scope: Scope, nbytes: int, number: int) -> None:
         """Drop idle adapters, the owner's first, until ``number`` more with ``nbytes`` fit.
 
-        If dropping all idle adapters of the owner would not make room within its limit, none is
-        dropped.
+        If all idle adapters of the owner together would not make room within its limit, drop none.
         """
         if self._evict(scope, nbytes, number, lambda owner: owner == scope.name):
             self._evict(self._system, nbytes, number, lambda owner: True)

@@ -255,9 +255,9 @@ def export_model(  # noqa: PLR0913 - all by name but the first
     """Write the newest model of a job and its tokenizer into ``target``, or its adapter for PEFT.
 
     ``collect`` writes the stages of the job into a folder, as ``collecting.fetch_stages`` does.
-    Returns the job with the local paths of its files. Raises ``ConfigError`` if there is no
-    checkpoint, or if ``target`` exists, unless it is the folder of a model and ``overwrite`` is
-    true. Raises ``OutOfResources`` if the disk is full.
+    Returns the job with the local paths of its files. Raises ``ConfigError`` without a checkpoint.
+    Raises it if ``target`` exists, too, except for the folder of a model with ``overwrite``. Raises
+    ``OutOfResources`` if the disk is full.
     """
     if target.exists() and not overwrite:
         raise ConfigError(f"{target} already exists", hint="choose another --out, or replace it with --force")

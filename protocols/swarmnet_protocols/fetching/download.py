@@ -305,8 +305,7 @@ class _Download:
         return units
 
     def _release(self, source: PieceSource, units: list[_Unit]) -> None:
-        """Put units that a source has not brought back into the queue, unless another source
-        fetches them."""
+        """Queue the units again that a source did not bring, unless another source fetches them."""
         for unit in units:
             unit.asked.pop(source.name, None)
             if unit in self._asked and not (unit.asked and unit.missing()):

@@ -45,7 +45,7 @@ def creating(folder: Path, *, mode: int = 0o700, overwrite: bool = False) -> Ite
     """Yield a new folder that is renamed to ``folder`` if the context ends without an error.
 
     The name of the new folder begins with ``UNFINISHED``. The result survives a loss of power.
-    Raises ``OSError``, also if ``folder`` exists, is not empty, and may not be overwritten.
+    Raises ``OSError``, also if ``folder`` is not empty and may not be overwritten.
     """
     fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=UNFINISHED))
     try:

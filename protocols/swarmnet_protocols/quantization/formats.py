@@ -50,10 +50,10 @@ BLOCKS: Mapping[Format, tuple[int, int]] = {
 
 
 GROUP = 32
-"""Weights of a row that share a scale in most formats. Rows whose length is not a multiple of it
-are not quantised."""
+"""Weights of a row that share a scale in most formats. Only rows whose length is a multiple of this
+are quantised."""
 _K_BLOCK = 256
-"""Weights of a block of gguf's K formats. Only rows whose length is a multiple of it have such
+"""Weights of a block of gguf's K formats. Only rows whose length is a multiple of this have such
 formats."""
 
 

@@ -93,7 +93,7 @@ class View:
     """Hosts of ``relayed`` behind symmetric routers. They reach other hosts of ``relayed`` only
     through a relay."""
     unaudited: frozenset[PeerId] = frozenset()
-    """Hosts whose precision no other host of the same blocks announces, so nobody could check their
+    """Hosts that alone announce their precision for their blocks, so nobody could check their
     outputs."""
     coordinates: Mapping[PeerId, Coordinate] = field(default_factory=dict)
     """Network coordinates that hosts announced."""

@@ -14,7 +14,8 @@ answers:
    host (``sharing``).
 4. **Whom to ask to compute** (``Sightings.block_to_try``). A machine without any block can answer
    calls. So this peer asks the hosts of a block to compute it, if this peer could host the block
-   itself. A block that none of them computes counts as one without hosts (``Sightings.stands``).
+   itself. A block that none of them computes counts as a block without hosts
+   (``Sightings.stands``).
 """
 
 import math
@@ -52,11 +53,11 @@ PROVEN_S = 3600.0
 """Seconds that right outputs count. A host that stops computing keeps its blocks that long. With a
 smaller value, hosts load blocks of others more often to check them."""
 PATIENCE_S = 900.0
-"""Seconds until a block that nobody computes counts as one without hosts. Its hosts may still load
-it, or may be overloaded. With a smaller value, other hosts take blocks that are about to be served.
-With a larger one, a liar keeps blocks longer."""
+"""Seconds until a block that nobody computes counts as a block without hosts. Its hosts may still
+load it, or may be overloaded. With a smaller value, other hosts take blocks that are about to be
+served. With a larger one, a liar keeps blocks longer."""
 LEAST_ASKS = 3
-"""Least times that the hosts of a block are asked before the block counts as one without hosts. One
+"""Least times that the hosts of a block are asked before it counts as a block without hosts. One
 answer may get lost."""
 RARER = 64
 """With each further place of its hosts, a block is tried this many times less often. Liars in two

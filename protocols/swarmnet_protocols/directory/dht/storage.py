@@ -102,7 +102,8 @@ class BoundedStorage:
         return self._key_bytes.get(key, 0)
 
     def store(self, key: "DHTID", value: bytes, expiration_time: float, subkey: bytes | None = None) -> bool:
-        """Store a record and return whether it was accepted. A value without a signer never is."""
+        """Store a record and return whether it was accepted. Never accepts a value without a
+        signer."""
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def store_subkey(self, key: "DHTID", subkey: bytes, value: bytes, expiration_time: float) -> bool:

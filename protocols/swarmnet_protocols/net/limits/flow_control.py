@@ -33,8 +33,8 @@ payload)."""
 MAX_UNCREDITED_BYTES = 1 << 20
 """Larger payloads always need credit."""
 UNCREDITED_S = 0.02
-"""Seconds of the link's rate. Payloads that take no longer need no credit: the round trip would
-take longer than they do."""
+"""Seconds of the link's rate. Payloads that take at most this long need no credit, because a round
+trip would take longer."""
 CREDIT_S = 0.03
 """Seconds of the rate that one credit covers, so that fast links do not send a credit for each
 piece."""
