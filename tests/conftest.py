@@ -18,6 +18,7 @@ from hypothesis import settings
 from swarmnet import logs
 from swarmnet_protocols.machine import lean_imports, measured_targets, native_code
 from tests.defences import Defences
+from tests.support.compiled import SHARED
 from tests.support.plugins.audit import sitecustomize
 from tests.support.plugins.in_parts import Parts
 from tests.support.plugins.sample import Sample
@@ -66,19 +67,19 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_once(pytestconfig: pytest.Config) -> Iterator[None]:
+def compiled_once() -> Iterator[None]:
     """Native code of a test's own cache directory is copied from one that all tests share, if it
     was compiled there. Compiling takes some seconds of a core, and hundreds of tests have a cache
     directory of their own. For the same reason no target is measured.
     """
-    shared, real = pytestconfig.rootpath / ".pytest_cache" / "native", native_code._built
+    real = native_code._built
 
     def built(
         source: Path, headers: Sequence[Path], folder: Path, compiler: str, target: native_code.Target
     ) -> Path:
         # Processes of pytest-xdist begin at once. One compiles, and the others wait for it.
-        with locked(shared / f"{source.stem}.{target.name}.lock"):
-            library = real(source, headers, shared, compiler, target)
+        with locked(SHARED / f"{source.stem}.{target.name}.lock"):
+            library = real(source, headers, SHARED, compiler, target)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (folder / library.name).exists():
             shutil.copyfile(library, folder / library.name)

@@ -1,21 +1,50 @@
 """The C code of this machine, for tests of what it computes. They share what is compiled."""
 
+import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_node.engine.kernels.native_backend import NativeBackend
-from swarmnet_protocols.quantization.products import Products, load_products
+
+if TYPE_CHECKING:
+    from swarmnet_node.engine.kernels.native_backend import NativeBackend
+    from swarmnet_protocols.quantization.products import Products
+
+SHARED = Path(__file__).parents[2] / ".pytest_cache" / "native"
+"""The libraries that tests have compiled."""
 
 
-def compiled_backend(target: str | None = None, cache_dir: Path | None = None) -> NativeBackend:
+def lend_libraries(cache_dir: Path) -> None:
+    """Let a process with this cache folder load the libraries in ``SHARED``.
+
+    A process with an empty folder compiles for ten seconds of a core, and many tests have a folder
+    of their own. The folder of the user gets copies, and any other one is linked, so that later
+    processes load what this one compiles.
+    """
+    native = cache_dir / "native"
+    SHARED.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if cache_dir != default_cache_dir():
+        if not native.exists():
+            cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            native.symlink_to(SHARED)
+        return
+    native.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for library in SHARED.glob("*.so"):
+        if not (native / library.name).exists():
+            shutil.copyfile(library, native / library.name)
+
+
+def compiled_backend(target: str | None = None, cache_dir: Path | None = None) -> "NativeBackend":
     """Return the backend in C, as ``NativeBackend.load``.
 
     On Linux the test fails without it. Elsewhere PyTorch has another OpenMP library, which the C
     code does not use: the test is skipped.
     """
+    from swarmnet_node.engine.kernels.native_backend import NativeBackend
+
     found = NativeBackend.load(cache_dir or default_cache_dir(), target)
     if found is None and sys.platform != "linux":
         pytest.skip("PyTorch has no libgomp here")
@@ -23,7 +52,9 @@ def compiled_backend(target: str | None = None, cache_dir: Path | None = None) -
     return found
 
 
-def compiled_products(target: str | None = None) -> Products:
+def compiled_products(target: str | None = None) -> "Products":
     """Return the products in C, or skip the test, as ``compiled_backend``."""
+    from swarmnet_protocols.quantization.products import load_products
+
     compiled_backend(target)
     return load_products(default_cache_dir(), target)

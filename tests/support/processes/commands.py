@@ -15,6 +15,9 @@ from typing import Any, Self
 import psutil
 import typer
 
+from swarmnet.paths import default_cache_dir
+from tests.support.compiled import lend_libraries
+
 SWARMNET = (sys.executable, "-m", "swarmnet")
 TIMEOUT_S = 120.0
 """Seconds to wait for the next output or action of a process: the machine may be busy."""
@@ -32,8 +35,15 @@ class Place:
 LOOPBACK = Place("127.0.0.1")
 
 
+def lend_compiled_code(arguments: Sequence[str]) -> None:
+    """Spare a command the compiling of what tests have compiled before."""
+    at = arguments.index("--cache-dir") if "--cache-dir" in arguments else None
+    lend_libraries(default_cache_dir() if at is None else Path(arguments[at + 1]))
+
+
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
+    lend_compiled_code(arguments)
     return subprocess.run(
         [*SWARMNET, *arguments], input=stdin, capture_output=True, text=True, timeout=200, check=False
     )
@@ -75,6 +85,8 @@ class RunningCommand:
     ) -> None:
         self.log = log
         self.events: list[dict[str, Any]] = []
+        if program == SWARMNET:
+            lend_compiled_code(arguments)
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
                 [*place.prefix, *program, *arguments, "--json"],

@@ -2,6 +2,7 @@
 stopped here."""
 
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 from swarmnet_node.owner import control
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
-from tests.support.processes.commands import LOOPBACK, SWARMNET, Place, RunningCommand, call
+from tests.support.processes.commands import LOOPBACK, SWARMNET, TIMEOUT_S, Place, RunningCommand, call
 
 
 class NodeProcess(RunningCommand):
@@ -142,6 +143,20 @@ class RunProcess(RunningCommand):
         if "Traceback" in errors or not self.events:
             raise RuntimeError(errors)
         return code, self.events[-1]
+
+
+def await_idle(*nodes: NodeProcess) -> None:
+    """Wait until every node that runs has freed all its sessions."""
+    deadline = time.monotonic() + TIMEOUT_S
+    busy = [node for node in nodes if node.process.poll() is None]
+    while busy:
+        state = busy[-1].status.host
+        if (state.record.sessions, state.cache_bytes) == (0, 0):
+            busy.pop()
+        elif time.monotonic() > deadline:
+            raise AssertionError(state)
+        else:
+            time.sleep(0.05)
 
 
 @contextmanager
