@@ -10,7 +10,7 @@ import ipaddress
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -374,8 +374,11 @@ def read_microbatch(data: bytes) -> None:
 
 
 def microbatch_seeds() -> list[bytes]:
-    first = pipeline_pb2.Microbatch(job=bytes(32), round=7, origin=_PEER, number=3, stage=1, chain=[_NEXT])
-    return [first.SerializeToString()]
+    name = microbatches.MicrobatchId(7, _PEER, 3)
+    first = microbatches.Microbatch(name, 1, (_NEXT,))
+    signature = Identity.from_seed(b"a peer").sign(first.signed_bytes(bytes(32)))
+    first = replace(first, signature=signature)
+    return [microbatches.microbatch_to_wire(bytes(32), first).SerializeToString()]
 
 
 def read_receipts(data: bytes) -> None:

@@ -375,6 +375,8 @@ def pipeline_messages() -> Iterator[Protobuf]:
             tokens=30,
             forward_only=True,
             inputs=_MANIFEST,
+            sent=2,
+            signature=bytes(64),
         )
     )
     yield pb.MicrobatchRequest(part=pb.Part())

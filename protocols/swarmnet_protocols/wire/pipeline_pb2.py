@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&swarmnet_protocols/wire/pipeline.proto\x12\x14swarmnet.pipeline.v1\"z\n\x11MicrobatchRequest\x12\x31\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32 .swarmnet.pipeline.v1.MicrobatchH\x00\x12*\n\x04part\x18\x02 \x01(\x0b\x32\x1a.swarmnet.pipeline.v1.PartH\x00\x42\x06\n\x04kind\"\x06\n\x04Part\"\x0b\n\tHeartbeat\"\x93\x02\n\x0fMicrobatchReply\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12\x32\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x1e.swarmnet.pipeline.v1.AdmittedH\x00\x12*\n\x04part\x18\x03 \x01(\x0b\x32\x1a.swarmnet.pipeline.v1.PartH\x00\x12.\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x1c.swarmnet.pipeline.v1.FailedH\x00\x12\x32\n\x08receipts\x18\x05 \x01(\x0b\x32\x1e.swarmnet.pipeline.v1.ReceiptsH\x00\x42\x06\n\x04kind\";\n\x08Receipts\x12/\n\x08receipts\x18\x01 \x03(\x0b\x32\x1d.swarmnet.pipeline.v1.Receipt\"\x85\x01\n\x07Receipt\x12\r\n\x05state\x18\x01 \x01(\x0c\x12\x0e\n\x06inputs\x18\x02 \x01(\x0c\x12\x0f\n\x07outputs\x18\x03 \x01(\x0c\x12\x14\n\x0cgrad_outputs\x18\x04 \x01(\x0c\x12\x13\n\x0bgrad_inputs\x18\x05 \x01(\x0c\x12\x0c\n\x04\x62its\x18\x07 \x01(\r\x12\x11\n\tsignature\x18\x06 \x01(\x0c\"\x9c\x01\n\nMicrobatch\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0e\n\x06origin\x18\x03 \x01(\t\x12\x0e\n\x06number\x18\x04 \x01(\r\x12\r\n\x05stage\x18\x05 \x01(\r\x12\r\n\x05\x63hain\x18\x06 \x03(\t\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12\x14\n\x0c\x66orward_only\x18\x08 \x01(\x08\x12\x0e\n\x06inputs\x18\t \x01(\x0c\"\x19\n\x08\x41\x64mitted\x12\r\n\x05known\x18\x01 \x01(\x08\"%\n\x06\x46\x61iled\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0c\n\x04\x62usy\x18\x02 \x01(\x08\"\xab\x01\n\x0bStepRequest\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12\x30\n\x07listing\x18\x02 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.ListingH\x00\x12,\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.StepEndH\x00\x42\x06\n\x04kind\"\xe1\x01\n\tStepReply\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12.\n\x06listed\x18\x02 \x01(\x0b\x32\x1c.swarmnet.pipeline.v1.ListedH\x00\x12\x30\n\x07\x61ttempt\x18\x03 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.AttemptH\x00\x12\x34\n\tcommitted\x18\x04 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.CommittedH\x00\x42\x06\n\x04kind\"F\n\x07Listing\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0f\n\x07numbers\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\"+\n\x06Listed\x12\x0f\n\x07missing\x18\x01 \x03(\r\x12\x10\n\x08\x65xcluded\x18\x02 \x03(\t\"*\n\x07StepEnd\x12\x0f\n\x07origins\x18\x01 \x03(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\"\x1f\n\x07\x41ttempt\x12\x14\n\x0c\x63ontributors\x18\x01 \x03(\t\"\x0b\n\tCommitted\"t\n\x0c\x41uditRequest\x12,\n\x05\x61udit\x18\x01 \x01(\x0b\x32\x1b.swarmnet.pipeline.v1.AuditH\x00\x12.\n\x06recall\x18\x02 \x01(\x0b\x32\x1c.swarmnet.pipeline.v1.RecallH\x00\x42\x06\n\x04kind\"\xa8\x01\n\nAuditReply\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12\x30\n\x07verdict\x18\x02 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.VerdictH\x00\x12*\n\x04part\x18\x03 \x01(\x0b\x32\x1a.swarmnet.pipeline.v1.PartH\x00\x42\x06\n\x04kind\"\x92\x01\n\x05\x41udit\x12\x34\n\nmicrobatch\x18\x01 \x01(\x0b\x32 .swarmnet.pipeline.v1.Microbatch\x12.\n\x07receipt\x18\x02 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.Receipt\x12\x0f\n\x07\x61\x63\x63user\x18\x03 \x01(\t\x12\x12\n\naccusation\x18\x04 \x01(\x0c\"P\n\x06Recall\x12\x34\n\nmicrobatch\x18\x01 \x01(\x0b\x32 .swarmnet.pipeline.v1.Microbatch\x12\x10\n\x08gradient\x18\x02 \x01(\x08\"9\n\x07Verdict\x12\x0e\n\x06honest\x18\x03 \x01(\x08\x12\x12\n\naccusation\x18\x04 \x01(\x0cJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&swarmnet_protocols/wire/pipeline.proto\x12\x14swarmnet.pipeline.v1\"z\n\x11MicrobatchRequest\x12\x31\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32 .swarmnet.pipeline.v1.MicrobatchH\x00\x12*\n\x04part\x18\x02 \x01(\x0b\x32\x1a.swarmnet.pipeline.v1.PartH\x00\x42\x06\n\x04kind\"\x06\n\x04Part\"\x0b\n\tHeartbeat\"\x93\x02\n\x0fMicrobatchReply\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12\x32\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x1e.swarmnet.pipeline.v1.AdmittedH\x00\x12*\n\x04part\x18\x03 \x01(\x0b\x32\x1a.swarmnet.pipeline.v1.PartH\x00\x12.\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x1c.swarmnet.pipeline.v1.FailedH\x00\x12\x32\n\x08receipts\x18\x05 \x01(\x0b\x32\x1e.swarmnet.pipeline.v1.ReceiptsH\x00\x42\x06\n\x04kind\";\n\x08Receipts\x12/\n\x08receipts\x18\x01 \x03(\x0b\x32\x1d.swarmnet.pipeline.v1.Receipt\"\x85\x01\n\x07Receipt\x12\r\n\x05state\x18\x01 \x01(\x0c\x12\x0e\n\x06inputs\x18\x02 \x01(\x0c\x12\x0f\n\x07outputs\x18\x03 \x01(\x0c\x12\x14\n\x0cgrad_outputs\x18\x04 \x01(\x0c\x12\x13\n\x0bgrad_inputs\x18\x05 \x01(\x0c\x12\x0c\n\x04\x62its\x18\x07 \x01(\r\x12\x11\n\tsignature\x18\x06 \x01(\x0c\"\xbd\x01\n\nMicrobatch\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0e\n\x06origin\x18\x03 \x01(\t\x12\x0e\n\x06number\x18\x04 \x01(\r\x12\r\n\x05stage\x18\x05 \x01(\r\x12\r\n\x05\x63hain\x18\x06 \x03(\t\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12\x14\n\x0c\x66orward_only\x18\x08 \x01(\x08\x12\x0e\n\x06inputs\x18\t \x01(\x0c\x12\x0c\n\x04sent\x18\n \x01(\r\x12\x11\n\tsignature\x18\x0b \x01(\x0c\"\x19\n\x08\x41\x64mitted\x12\r\n\x05known\x18\x01 \x01(\x08\"%\n\x06\x46\x61iled\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0c\n\x04\x62usy\x18\x02 \x01(\x08\"\xab\x01\n\x0bStepRequest\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12\x30\n\x07listing\x18\x02 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.ListingH\x00\x12,\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.StepEndH\x00\x42\x06\n\x04kind\"\xe1\x01\n\tStepReply\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12.\n\x06listed\x18\x02 \x01(\x0b\x32\x1c.swarmnet.pipeline.v1.ListedH\x00\x12\x30\n\x07\x61ttempt\x18\x03 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.AttemptH\x00\x12\x34\n\tcommitted\x18\x04 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.CommittedH\x00\x42\x06\n\x04kind\"F\n\x07Listing\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0f\n\x07numbers\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\"+\n\x06Listed\x12\x0f\n\x07missing\x18\x01 \x03(\r\x12\x10\n\x08\x65xcluded\x18\x02 \x03(\t\"*\n\x07StepEnd\x12\x0f\n\x07origins\x18\x01 \x03(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\"\x1f\n\x07\x41ttempt\x12\x14\n\x0c\x63ontributors\x18\x01 \x03(\t\"\x0b\n\tCommitted\"t\n\x0c\x41uditRequest\x12,\n\x05\x61udit\x18\x01 \x01(\x0b\x32\x1b.swarmnet.pipeline.v1.AuditH\x00\x12.\n\x06recall\x18\x02 \x01(\x0b\x32\x1c.swarmnet.pipeline.v1.RecallH\x00\x42\x06\n\x04kind\"\xa8\x01\n\nAuditReply\x12\x34\n\theartbeat\x18\x01 \x01(\x0b\x32\x1f.swarmnet.pipeline.v1.HeartbeatH\x00\x12\x30\n\x07verdict\x18\x02 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.VerdictH\x00\x12*\n\x04part\x18\x03 \x01(\x0b\x32\x1a.swarmnet.pipeline.v1.PartH\x00\x42\x06\n\x04kind\"\x92\x01\n\x05\x41udit\x12\x34\n\nmicrobatch\x18\x01 \x01(\x0b\x32 .swarmnet.pipeline.v1.Microbatch\x12.\n\x07receipt\x18\x02 \x01(\x0b\x32\x1d.swarmnet.pipeline.v1.Receipt\x12\x0f\n\x07\x61\x63\x63user\x18\x03 \x01(\t\x12\x12\n\naccusation\x18\x04 \x01(\x0c\"P\n\x06Recall\x12\x34\n\nmicrobatch\x18\x01 \x01(\x0b\x32 .swarmnet.pipeline.v1.Microbatch\x12\x10\n\x08gradient\x18\x02 \x01(\x08\"9\n\x07Verdict\x12\x0e\n\x06honest\x18\x03 \x01(\x08\x12\x12\n\naccusation\x18\x04 \x01(\x0cJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,33 +44,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RECEIPT']._serialized_start=549
   _globals['_RECEIPT']._serialized_end=682
   _globals['_MICROBATCH']._serialized_start=685
-  _globals['_MICROBATCH']._serialized_end=841
-  _globals['_ADMITTED']._serialized_start=843
-  _globals['_ADMITTED']._serialized_end=868
-  _globals['_FAILED']._serialized_start=870
-  _globals['_FAILED']._serialized_end=907
-  _globals['_STEPREQUEST']._serialized_start=910
-  _globals['_STEPREQUEST']._serialized_end=1081
-  _globals['_STEPREPLY']._serialized_start=1084
-  _globals['_STEPREPLY']._serialized_end=1309
-  _globals['_LISTING']._serialized_start=1311
-  _globals['_LISTING']._serialized_end=1381
-  _globals['_LISTED']._serialized_start=1383
-  _globals['_LISTED']._serialized_end=1426
-  _globals['_STEPEND']._serialized_start=1428
-  _globals['_STEPEND']._serialized_end=1470
-  _globals['_ATTEMPT']._serialized_start=1472
-  _globals['_ATTEMPT']._serialized_end=1503
-  _globals['_COMMITTED']._serialized_start=1505
-  _globals['_COMMITTED']._serialized_end=1516
-  _globals['_AUDITREQUEST']._serialized_start=1518
-  _globals['_AUDITREQUEST']._serialized_end=1634
-  _globals['_AUDITREPLY']._serialized_start=1637
-  _globals['_AUDITREPLY']._serialized_end=1805
-  _globals['_AUDIT']._serialized_start=1808
-  _globals['_AUDIT']._serialized_end=1954
-  _globals['_RECALL']._serialized_start=1956
-  _globals['_RECALL']._serialized_end=2036
-  _globals['_VERDICT']._serialized_start=2038
-  _globals['_VERDICT']._serialized_end=2095
+  _globals['_MICROBATCH']._serialized_end=874
+  _globals['_ADMITTED']._serialized_start=876
+  _globals['_ADMITTED']._serialized_end=901
+  _globals['_FAILED']._serialized_start=903
+  _globals['_FAILED']._serialized_end=940
+  _globals['_STEPREQUEST']._serialized_start=943
+  _globals['_STEPREQUEST']._serialized_end=1114
+  _globals['_STEPREPLY']._serialized_start=1117
+  _globals['_STEPREPLY']._serialized_end=1342
+  _globals['_LISTING']._serialized_start=1344
+  _globals['_LISTING']._serialized_end=1414
+  _globals['_LISTED']._serialized_start=1416
+  _globals['_LISTED']._serialized_end=1459
+  _globals['_STEPEND']._serialized_start=1461
+  _globals['_STEPEND']._serialized_end=1503
+  _globals['_ATTEMPT']._serialized_start=1505
+  _globals['_ATTEMPT']._serialized_end=1536
+  _globals['_COMMITTED']._serialized_start=1538
+  _globals['_COMMITTED']._serialized_end=1549
+  _globals['_AUDITREQUEST']._serialized_start=1551
+  _globals['_AUDITREQUEST']._serialized_end=1667
+  _globals['_AUDITREPLY']._serialized_start=1670
+  _globals['_AUDITREPLY']._serialized_end=1838
+  _globals['_AUDIT']._serialized_start=1841
+  _globals['_AUDIT']._serialized_end=1987
+  _globals['_RECALL']._serialized_start=1989
+  _globals['_RECALL']._serialized_end=2069
+  _globals['_VERDICT']._serialized_start=2071
+  _globals['_VERDICT']._serialized_end=2128
 # @@protoc_insertion_point(module_scope)

@@ -61,7 +61,7 @@ class Receipt(_message.Message):
     def __init__(self, state: _Optional[bytes] = ..., inputs: _Optional[bytes] = ..., outputs: _Optional[bytes] = ..., grad_outputs: _Optional[bytes] = ..., grad_inputs: _Optional[bytes] = ..., bits: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Microbatch(_message.Message):
-    __slots__ = ("job", "round", "origin", "number", "stage", "chain", "tokens", "forward_only", "inputs")
+    __slots__ = ("job", "round", "origin", "number", "stage", "chain", "tokens", "forward_only", "inputs", "sent", "signature")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,8 @@ class Microbatch(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     round: int
     origin: str
@@ -80,7 +82,9 @@ class Microbatch(_message.Message):
     tokens: int
     forward_only: bool
     inputs: bytes
-    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., origin: _Optional[str] = ..., number: _Optional[int] = ..., stage: _Optional[int] = ..., chain: _Optional[_Iterable[str]] = ..., tokens: _Optional[int] = ..., forward_only: _Optional[bool] = ..., inputs: _Optional[bytes] = ...) -> None: ...
+    sent: int
+    signature: bytes
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., origin: _Optional[str] = ..., number: _Optional[int] = ..., stage: _Optional[int] = ..., chain: _Optional[_Iterable[str]] = ..., tokens: _Optional[int] = ..., forward_only: _Optional[bool] = ..., inputs: _Optional[bytes] = ..., sent: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Admitted(_message.Message):
     __slots__ = ("known",)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,8 @@ async def ask_as_a_stranger(lab: StageLab, times: int, *, announced: bool) -> li
             await record.publish(MemoryDirectory(lab.board, identity, SWARM))
         client = MicrobatchClient(transport, job, Timing(), signed=False)
         microbatch = Microbatch(MicrobatchId(2, identity.peer_id, 0), 1, chain)
+        signature = identity.sign(microbatch.signed_bytes(job))
+        microbatch = replace(microbatch, signature=signature)
         asking = [asyncio.create_task(client.gradient(microbatch, (), b"", 1)) for _ in range(times)]
         refused, _ = await asyncio.wait(asking, timeout=1.0)
         await cancel(*asking)

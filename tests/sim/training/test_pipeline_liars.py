@@ -3,6 +3,8 @@
 All runs have the share of audits that jobs have. The liar leads its stage.
 """
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +20,22 @@ from swarmnet_node.training.pipeline.pipeline import Pipeline
 from swarmnet_node.training.pipeline.stage_passes import Boundary, KeptMicrobatch, StagePasses
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.training_machine import TrainingMachine
+from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
 from swarmnet_protocols.training.jobs import open_job
+from swarmnet_protocols.training.pipeline import microbatches
 from swarmnet_protocols.training.pipeline.audits import (
     AUDITED_ROUNDS,
     Accusations,
     AuditDraws,
     stretch,
 )
-from swarmnet_protocols.training.pipeline.microbatches import Microbatch, MicrobatchId
+from swarmnet_protocols.training.pipeline.microbatches import Microbatch, MicrobatchId, StageFailed
 from swarmnet_protocols.training.pipeline.receipts import Receipt
-from tests.defences import Patch, defence
+from tests.defences import Patch, defence, replacing, yes
+from tests.defences import nothing as ignore
 from tests.support.network.virtual_time import run
 from tests.support.training.stages import StageLab, names, staged_job
 from tests.support.training.workers import train
@@ -44,6 +50,8 @@ FIRST_LIE = 2
 """The round in which a liar begins."""
 ROUNDS = FIRST_LIE + 2 * AUDITED_ROUNDS + 2
 FEW_ROUNDS = 7
+AFTER_S = 0.5
+"""Virtual seconds from an honest answer to a false one of the same microbatch."""
 LIES = 50
 """False answers of each kind that are judged apart from any run."""
 
@@ -162,7 +170,7 @@ def audit_nothing(patch: Patch) -> None:
 
 
 def keep_lies(patch: Patch) -> None:
-    patch.setattr(KeptMicrobatch, "has", lambda kept, _: kept.inputs is not None)
+    patch.setattr(KeptMicrobatch, "knows", lambda kept, *_: kept.inputs is not None)
 
 
 @defence("answers of a liar are computed again", off=audit_nothing, kind="sign flip")
@@ -187,6 +195,58 @@ def test_a_liar_is_excluded_within_16_rounds(kind: str, undisturbed: float, tmp_
     assert lived is not None
     assert lived <= 2 * AUDITED_ROUNDS
     assert lab.last_loss <= 1.02 * undisturbed
+
+
+@defence("only the origin chooses who sends a microbatch on", off=replacing(microbatches, "verify", yes))
+def test_a_microbatch_is_not_sent_again_with_other_inputs(tmp_path: Path) -> None:
+    """After each honest answer a worker of stage 1 sends false tensors for all microbatches of the
+    round: its own, and those of its mates. Audits would not find them."""
+    lab = liar_lab(tmp_path, FEW_ROUNDS)
+    ends = Counter[tuple[str, bool]]()
+
+    def attack() -> None:
+        pipeline, before = lab.pipeline(LIAR), list[Buffer]()
+        honest, boundary = pipeline._ask_next, pipeline._passes.boundary
+
+        async def send_again(microbatch: Microbatch, false: Buffer) -> None:
+            await asyncio.sleep(AFTER_S)
+            for number in range(MICROBATCHES):
+                own = number == microbatch.id.number
+                forged = replace(microbatch, id=replace(microbatch.id, number=number), sent=9)
+                try:
+                    await honest(microbatch if own else forged, false)
+                    ends["taken", own] += 1
+                except StageFailed:
+                    ends["refused", own] += 1
+
+        async def ask(microbatch: Microbatch, outputs: Buffer) -> Any:
+            answer = await honest(microbatch, outputs)
+            values = boundary.decode(outputs)
+            false = [boundary.outputs(VALUES[kind](values), None) for kind in ("constant", "random")]
+            attacks.extend(
+                asyncio.create_task(send_again(microbatch, each)) for each in (*false, *before[:1])
+            )
+            before.append(outputs)
+            return answer
+
+        pipeline._ask_next = ask  # type: ignore[method-assign]
+
+    attacks: list[asyncio.Task[None]] = []
+    lab.train(attack)
+    assert ends["refused", True]
+    assert ends["refused", False]
+    assert set(ends) == {("refused", True), ("refused", False)}
+
+
+@defence("a sending brings one tensor, and no earlier one", off=replacing(KeptMicrobatch, "_check", ignore))
+@pytest.mark.parametrize(("inputs", "sent"), [(b"old", 1), (b"new", 1), (None, 1), (b"old", 2)])
+def test_a_sending_that_was_replaced_changes_nothing(inputs: bytes | None, sent: int) -> None:
+    kept = KeptMicrobatch()
+    kept.take(b"old", b"", 1)
+    kept.take(b"new", b"", 2)
+    with pytest.raises(Refusal):
+        kept.take(inputs, b"", sent)
+    assert (kept.inputs, kept.sent) == (b"new", 2)
 
 
 def forget_accusations(patch: Patch) -> None:

@@ -330,10 +330,13 @@ class MicrobatchOrigin:
         id = MicrobatchId(step.round, self._job.transport.peer_id, number)
         tokens = target_count(step.batches[number])
         blamed: dict[PeerId, PeerId] = {}
+        job, begun = self._job.id, step.begun[number]
         while True:
             chain = await self._complete(step.round, chain)
             addresses = self._workers.addresses(1, chain[0])
-            sent = Microbatch(id, 1, chain, tokens, step.is_evaluation)
+            begun.sent += 1
+            sent = Microbatch(id, 1, chain, tokens, step.is_evaluation, begun.sent)
+            sent = replace(sent, signature=self._standing.sign(sent.signed_bytes(job)))
             size_bytes = self._passes.boundary.answer_bytes(sent)
             try:
                 gradient, receipts = await self._client.gradient(sent, addresses, outputs or b"", size_bytes)
@@ -358,7 +361,7 @@ class MicrobatchOrigin:
         if not (self._client.signed and microbatch.has_receipts):
             return
         answer = b"" if home.answer is None else home.answer.grad_inputs
-        answered = (tensor_hash(home.inputs or b""), tensor_hash(answer))
+        answered = (home.inputs_hash, tensor_hash(answer))
         if answered != (receipts[-1].outputs, receipts[-1].grad_outputs):
             raise StageFailed(len(receipts), f"{microbatch.chain[-1]} sent other tensors than it says")
         for stage, receipt in enumerate(receipts, 1):

@@ -52,7 +52,7 @@ from swarmnet_protocols.training.pipeline.microbatches import (
     answer_microbatch,
     microbatch_from_wire,
 )
-from swarmnet_protocols.training.pipeline.receipts import Receipt
+from swarmnet_protocols.training.pipeline.receipts import Receipt, tensor_hash
 from swarmnet_protocols.training.pipeline.step_streams import ToOrigin, end_from_wire, listing_from_wire
 from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND
 from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
@@ -368,24 +368,27 @@ class Pipeline:
         await self._workers.check(stream.peer, microbatch.stage - 1)
         if self._stage and microbatch.id.origin != stream.peer:
             await self._workers.check(microbatch.id.origin, 0)
+        inputs_hash = request.begin.inputs
         kept: list[KeptMicrobatch] = []
         held = AsyncExitStack()
 
         async def admit() -> bool:
             kept.append(await self._admit(microbatch))
+            is_known = kept[0].knows(inputs_hash, microbatch.sent)
             trains_here = not (microbatch.is_home or microbatch.is_forward_only)
             if self._inner is not None and trains_here and kept[0].answer is None:
                 await held.enter_async_context(self._inner.place())
                 held.push_async_callback(self._leave_place, kept[0])
-            return kept[0].has(request.begin.inputs)
+            return is_known
 
         async def gradient(inputs: Buffer | None) -> tuple[Buffer, Sequence[Receipt]]:
             self.job.traffic.received += len(inputs or b"")
             if microbatch.is_forward_only:
                 return await self._evaluate(microbatch, inputs or b""), ()
+            if inputs and inputs_hash and await asyncio.to_thread(tensor_hash, inputs) != inputs_hash:
+                raise ProtocolViolation("other inputs than the caller has named")
             async with kept[0].lock:
-                if inputs is not None and (kept[0].inputs is None or self._client.signed):
-                    kept[0].take(inputs)
+                kept[0].take(inputs, inputs_hash, microbatch.sent)
                 try:
                     answer = await self._gradient(microbatch, kept[0])
                 except ProtocolViolation:  # these inputs
@@ -434,7 +437,7 @@ class Pipeline:
             return kept
         await self._reach(id.round)
         if id not in self._kept and id.round < self._round:
-            raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"round {id.round} is over here")
+            raise self._over(id)
         return self._kept.setdefault(id, KeptMicrobatch())
 
     async def _leave_place(self, kept: KeptMicrobatch) -> None:
@@ -481,8 +484,11 @@ class Pipeline:
                 self._check_round(id)
                 await self._turns.run(lambda: passes.forward(kept, microbatch.sender), Pass.FORWARD)
             if kept.answer is None or kept.rest != microbatch.rest:
-                gradient, later = await self._ask_next(microbatch, kept.outputs or b"")
-                if kept.answer is None or (gradient != kept.answer.grad_outputs and self._client.signed):
+                if (outputs := kept.outputs) is None:
+                    raise self._over(id)
+                gradient, later = await self._ask_next(microbatch, outputs)
+                # receipts must agree; without them, another worker's rounding is not worth a pass
+                if kept.answer is None or (kept.receipts and gradient != kept.answer.grad_outputs):
                     self._check_round(id)
                     subject = microbatch.subject(self.job.id)
 
@@ -498,7 +504,7 @@ class Pipeline:
                     kept.receipts = (*kept.receipts[:1], *later)
                 kept.rest = microbatch.rest
         if kept.answer is None:
-            raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "the round of this microbatch is over")
+            raise self._over(id)
         return kept.answer.grad_inputs
 
     async def _evaluate(self, microbatch: Microbatch, inputs: Buffer) -> Buffer:
@@ -521,7 +527,10 @@ class Pipeline:
 
     def _check_round(self, id: MicrobatchId) -> None:
         if self._inner is None and id.round != self._round:
-            raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"round {id.round} is over here")
+            raise self._over(id)
+
+    def _over(self, id: MicrobatchId) -> Refusal:
+        return Refusal(refusal_pb2.REASON_UNKNOWN_STATE, f"round {id.round} is over here")
 
     def _of(self, microbatch: Microbatch) -> KeptMicrobatch | None:
         """Return what is kept of a microbatch, on its way to this worker or from it."""

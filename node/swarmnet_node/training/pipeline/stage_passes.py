@@ -67,6 +67,10 @@ class KeptMicrobatch:
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     inputs: Buffer | None = None
+    inputs_hash: bytes = b""
+    """The hash of the inputs, in jobs with receipts."""
+    sent: int = 0
+    """The origin's last sending that brought these inputs."""
     passed: Graph | MicrobatchAnswer | None = None
     """The last pass that the weights here have computed from ``inputs``."""
     tokens: int = 0
@@ -84,14 +88,30 @@ class KeptMicrobatch:
     def answer(self) -> MicrobatchAnswer | None:
         return self.passed if isinstance(self.passed, MicrobatchAnswer) else None
 
-    def has(self, inputs_hash: bytes) -> bool:
-        """Return whether the inputs with this hash are here. All inputs match an empty hash."""
-        return self.inputs is not None and inputs_hash in {b"", tensor_hash(self.inputs)}
+    def knows(self, inputs_hash: bytes, sent: int) -> bool:
+        """Return whether the inputs with this hash are here. All inputs match an empty hash.
 
-    def take(self, inputs: Buffer) -> None:
-        """Begin with these inputs. If other inputs are here, forget all that came from them."""
-        if inputs != self.inputs:
-            self.inputs, self.rest, self.passed = inputs, None, None
+        Raises ``Refusal`` as ``take``.
+        """
+        is_known = self.inputs is not None and inputs_hash in {b"", self.inputs_hash}
+        self._check(sent, is_same=is_known)
+        return is_known
+
+    def take(self, inputs: Buffer | None, inputs_hash: bytes, sent: int) -> None:
+        """Go on with these inputs, or with the present ones if None.
+
+        If other inputs are here, forget all that came from them. Raises ``Refusal`` if a later
+        sending has replaced this one, or if this one has brought other inputs before.
+        """
+        is_same = inputs is None or inputs == self.inputs
+        self._check(sent, is_same=is_same)
+        self.sent = sent
+        if not is_same:
+            self.inputs, self.inputs_hash, self.rest, self.passed = inputs, inputs_hash, None, None
+
+    def _check(self, sent: int, *, is_same: bool) -> None:
+        if self.inputs is not None and (sent < self.sent or (sent == self.sent and not is_same)):
+            raise Refusal(refusal_pb2.REASON_OVERLOADED, "this microbatch goes another way now", 1.0)
 
     def drop_graph(self) -> None:
         """Drop a graph that no backward pass has used, because the weights may change."""

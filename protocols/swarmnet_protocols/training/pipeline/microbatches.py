@@ -5,17 +5,21 @@
 3. If not, the caller sends the inputs. The receiver computes, asks the next worker of the chain in
    the same way, and answers with the gradient of the inputs.
 
+The origin signs the chain. So only the workers that it chose send its microbatch on, and each only
+once with other inputs for every time that the origin sends it.
+
 If a later worker fails, the answer is its stage (``StageFailed``). The origin then replaces that
 worker, and sends the same microbatch again.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, PeerId, Transport
-from swarmnet_protocols.net.identity import public_key_of
+from swarmnet_protocols.net.identity import public_key_of, verify
 from swarmnet_protocols.net.protocol_ids import MICROBATCH
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
@@ -34,6 +38,7 @@ ToNext = TypedStream[pb.MicrobatchRequest, pb.MicrobatchReply]
 ToCaller = TypedStream[pb.MicrobatchReply, pb.MicrobatchRequest]
 EVALUATED = b"\1"
 """The answer to a microbatch of an evaluation."""
+_DOMAIN = b"swarmnet-chain-1"
 _PASSING = (refusal_pb2.REASON_OVERLOADED, refusal_pb2.REASON_OUT_OF_RESOURCES)
 
 
@@ -64,6 +69,8 @@ class Microbatch:
     - ``tokens``: the predicted tokens.
     - ``is_forward_only``: True in an evaluation. The answer is then one byte instead of a gradient,
       and nobody keeps anything.
+    - ``sent``: how often the origin has sent the microbatch, this time included.
+    - ``signature``: the origin's, of ``signed_bytes``. Audits need none.
     """
 
     id: MicrobatchId
@@ -71,6 +78,8 @@ class Microbatch:
     chain: tuple[PeerId, ...]
     tokens: int = 0
     is_forward_only: bool = False
+    sent: int = 1
+    signature: bytes = b""
 
     @property
     def receiver(self) -> PeerId:
@@ -95,6 +104,12 @@ class Microbatch:
     def rest(self) -> tuple[PeerId, ...]:
         """The workers after the receiver."""
         return self.chain[self.stage :]
+
+    def signed_bytes(self, job: bytes) -> bytes:
+        """Return the bytes that the origin signs: all but the stage."""
+        id = self.id
+        numbers = f"{id.round}/{id.number}/{self.sent}/{self.tokens}/{int(self.is_forward_only)}"
+        return _DOMAIN + job + "/".join([numbers, id.origin, *self.chain]).encode()
 
     def subject(self, job: bytes) -> bytes:
         """Return a name for the receiver's part in this microbatch of ``job``."""
@@ -131,6 +146,8 @@ def microbatch_to_wire(job: bytes, microbatch: Microbatch) -> pb.Microbatch:
         chain=microbatch.chain,
         tokens=microbatch.tokens,
         forward_only=microbatch.is_forward_only,
+        sent=microbatch.sent,
+        signature=microbatch.signature,
     )
 
 
@@ -150,7 +167,7 @@ def microbatch_from_wire(
     - ``way``: its sender and receiver. None if the message only names a worker's part.
 
     Raises ``ProtocolViolation`` if the microbatch is of another job, is out of range, names a peer
-    twice, or goes another way.
+    twice, or goes another way than its origin has signed.
     """
     is_in_range = wire.number < count and 1 <= wire.stage <= stages and wire.tokens <= positions
     if wire.job != job or not is_in_range:
@@ -159,9 +176,14 @@ def microbatch_from_wire(
         raise ProtocolViolation("a chain without one worker for each stage")
     peers = [peer_from_wire(each) for each in (wire.origin, *wire.chain)]
     id = MicrobatchId(wire.round, peers[0], wire.number)
-    microbatch = Microbatch(id, wire.stage, tuple(peers[1:]), wire.tokens, wire.forward_only)
-    if way not in {None, (microbatch.sender, microbatch.receiver)}:
-        raise ProtocolViolation("a microbatch that takes another way")
+    microbatch = Microbatch(
+        id, wire.stage, tuple(peers[1:]), wire.tokens, wire.forward_only, wire.sent, wire.signature
+    )
+    if way is not None:
+        if way != (microbatch.sender, microbatch.receiver):
+            raise ProtocolViolation("a microbatch that takes another way")
+        if not verify(public_key_of(id.origin), wire.signature, microbatch.signed_bytes(job)):
+            raise ProtocolViolation("a chain that the origin has not signed")
     return microbatch
 
 
@@ -217,7 +239,7 @@ class MicrobatchClient:
             finally:
                 stream.close()
             if self.signed:
-                microbatch.check_receipts(receipts, self.job, outputs, answer)
+                await asyncio.to_thread(microbatch.check_receipts, receipts, self.job, outputs, answer)
             return answer, receipts
         except StageFailed:
             raise
@@ -230,7 +252,7 @@ class MicrobatchClient:
     ) -> tuple[bytearray, tuple[Receipt, ...]]:
         begin = microbatch_to_wire(self.job, microbatch)
         if self.signed and not microbatch.is_forward_only:
-            begin.inputs = tensor_hash(outputs)
+            begin.inputs = await asyncio.to_thread(tensor_hash, outputs)
         await stream.send(pb.MicrobatchRequest(begin=begin))
         reply, _ = await stream.receive()
         if not reply.HasField("admitted"):

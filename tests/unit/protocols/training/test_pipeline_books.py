@@ -38,15 +38,22 @@ from swarmnet_protocols.training.pipeline.stage_decisions import (
 from swarmnet_protocols.training.pipeline.stage_rows import stage_rows
 from swarmnet_protocols.wire import pipeline_pb2 as pb
 from swarmnet_protocols.wire.report_pb2 import RecentWork, WorkerReport, WorkerStage
-from tests.defences import Patch, defence, replacing
+from tests.defences import Patch, defence, replacing, yes
 
 JOB = bytes(range(32))
-ORIGIN, FIRST, SECOND, OTHER = (Identity.from_seed(bytes([number])).peer_id for number in range(4))
-SENT = Microbatch(MicrobatchId(7, ORIGIN, 3), 1, (FIRST, SECOND), 30, is_forward_only=True)
+IDENTITIES = [Identity.from_seed(bytes([number])) for number in range(4)]
+ORIGIN, FIRST, SECOND, OTHER = (each.peer_id for each in IDENTITIES)
+
+
+def signed(sent: Microbatch, by: Identity = IDENTITIES[0]) -> Microbatch:
+    return replace(sent, signature=by.sign(sent.signed_bytes(JOB)))
+
+
+SENT = signed(Microbatch(MicrobatchId(7, ORIGIN, 3), 1, (FIRST, SECOND), 30, is_forward_only=True, sent=2))
 
 
 def received(wire: pb.Microbatch, **changes: Any) -> Microbatch:
-    expected = {"job": JOB, "stages": 3, "count": 4, "positions": 32, "way": (ORIGIN, FIRST)}
+    expected: dict[str, Any] = {"job": JOB, "stages": 3, "count": 4, "positions": 32, "way": (ORIGIN, FIRST)}
     return microbatch_from_wire(wire, **expected | changes)
 
 
@@ -119,6 +126,25 @@ def test_a_microbatch_that_goes_elsewhere_is_refused(change: dict[str, Any]) -> 
             positions=32,
             way=(ORIGIN, FIRST),
         )
+
+
+@defence("only the origin chooses chains", off=replacing(microbatches, "verify", yes))
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"id": MicrobatchId(8, ORIGIN, 3)},
+        {"id": MicrobatchId(7, ORIGIN, 2)},
+        {"chain": (FIRST, OTHER)},
+        {"tokens": 31},
+        {"is_forward_only": False},
+        {"sent": 3},
+    ],
+    ids=str,
+)
+def test_a_chain_that_its_origin_has_not_signed_is_refused(change: dict[str, Any]) -> None:
+    for false in (replace(SENT, **change), signed(replace(SENT, **change), IDENTITIES[1])):
+        with pytest.raises(ProtocolViolation, match="not signed"):
+            received(microbatch_to_wire(JOB, false))
 
 
 @pytest.mark.parametrize(
