@@ -28,8 +28,8 @@ LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 INFOS = (2.0, 20.0)
-"""Info records a second that one line of code may log, and most at once. Whoever asks for them
-wants to see most."""
+"""Info records that one line of code may log: per second, and at once. A user who asks for info
+records wants to see most of them."""
 WARNINGS = (1 / 30, 20.0)
 """Warnings and errors, likewise. They have a limit, because strangers can cause some as often as
 they like. With a higher rate, a flood writes more than a megabyte a day. With a lower one, an owner

@@ -48,6 +48,6 @@ def may_restart() -> bool:
     """Return whether a restart frees memory here, because this process has imported torch.
 
     On Windows it may not restart: the command would go on in another process, and the program that
-    started this one would take it for ended.
+    started this one would think that it has ended.
     """
     return os.name == "posix" and "torch" in sys.modules

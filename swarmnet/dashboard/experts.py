@@ -28,7 +28,8 @@ MAX_REPLICAS = 9
 MISSING = "x"
 """The mark of an expert that a host waits for."""
 DEFAULT_SHARE = 3
-"""The advice for experts that no peer has is to host the ``1 / DEFAULT_SHARE`` part of them."""
+"""If no peer has some experts, a newcomer is advised to host the ``1 / DEFAULT_SHARE`` part of
+them."""
 
 Cell = tuple[int, int]
 """Block and expert."""

@@ -16,8 +16,8 @@ from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.routing.placement import closing
 
 DEFAULT_SHARE = 3
-"""Blocks without a host are advised in spans of up to the ``1 / DEFAULT_SHARE`` part of a model.
-Longer spans fit fewer machines. With shorter ones, a model waits for more newcomers."""
+"""If blocks have no host, a newcomer is advised to host up to the ``1 / DEFAULT_SHARE`` part of a
+model. Longer spans fit fewer machines. With shorter ones, a model waits for more newcomers."""
 MAX_RUNS_SHOWN = 4
 """Most ranges of blocks in a sentence; further ones are counted."""
 _SHELL_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]*")

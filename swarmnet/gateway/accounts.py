@@ -24,8 +24,8 @@ from swarmnet_protocols.net.limits.rate_limit import UNLIMITED, RateLimit, Token
 
 MINUTE_S = 60.0
 BATCHES_LEAVE = 0.5
-"""Share of a quota that batches leave to other requests of their key. With less, a batch gets
-requests of its own key refused more often. With more, batches wait longer for the quota."""
+"""Share of a quota that batches leave to other requests of their key. With less, the quota refuses
+more requests of the key while a batch runs. With more, batches wait longer for the quota."""
 
 
 @dataclass(frozen=True)

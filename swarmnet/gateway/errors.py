@@ -16,7 +16,7 @@ RETRY_S = 5
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request that its client ended: it has disconnected, or has cancelled the
-request. Clients do not repeat such a request, as they do with 409 and 5xx."""
+request. Clients repeat a request after 409 or 5xx, but not after this status."""
 OVERLOADED = "overloaded"
 """Code of a refusal because a model or its hosts answer too many requests now."""
 UNSUPPORTED = "unsupported"

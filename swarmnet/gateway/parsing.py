@@ -1,8 +1,8 @@
 """Parsing request bodies and JSON lines within bounded time and memory.
 
-The length of a JSON body bounds neither, because three bytes can become an object of a hundred. So
-the strings, containers, fields, values and digits are counted before the body is parsed, and
-validation ends at the first invalid value.
+The length of a JSON body bounds neither, because three bytes can become an object of a hundred
+bytes. So the strings, containers, fields, values and digits are counted before the body is parsed,
+and validation ends at the first invalid value.
 """
 
 import re

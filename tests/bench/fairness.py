@@ -1,4 +1,4 @@
-"""Clients beside a client that floods a node, and short requests beside long prompts: one node,
+"""Clients next to a client that floods a node, and short requests next to long prompts: one node,
 every client a process of its own.
 
     python -m tests.bench.fairness [--rounds 3] [--seconds 12] [--prompts 8] [--flood 10]

@@ -2,7 +2,7 @@
 tests.fuzz --seconds 3600``.
 
 Each target has a process of its own, two run at a time, and all share the time. What a target
-learnt is kept in a corpus, so that a later run begins where an earlier one ended. An input that a
+learned is kept in a corpus, so that a later run begins where an earlier one ended. An input that a
 decoder fails on is written to a file, and ``--input FILE TARGET`` reads it again.
 """
 

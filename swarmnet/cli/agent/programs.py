@@ -39,8 +39,8 @@ class Setup:
 class Agent:
     """An agent: its program, the command that installs it, and how it is started.
 
-    ``tokens``: tokens of the agent's own instructions and tools, counted with one tokenizer.
-    Others count differently, so it is an estimate.
+    ``tokens``: tokens of the agent's own instructions and tools, counted with one tokenizer. Other
+    tokenizers count differently, so this is an estimate.
     """
 
     program: str
@@ -52,8 +52,8 @@ class Agent:
 COMPACTING_CONTEXT = 1 << 16
 """Context from which Claude Code may summarise a conversation by itself.
 
-It does so some way before the end of the context. In a smaller one it would begin before the first
-question, because its own instructions take so much.
+It does so some way before the end of the context. With a smaller context it would begin before the
+first question, because its own instructions are so long.
 """
 
 

@@ -115,7 +115,7 @@ def counts_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, 
 def work_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float) -> Work:
     """Return a node's work between two of its reports, limited as counts are.
 
-    Positions and rows begin at 0 after a restart. What the node has given goes on.
+    Positions and rows begin at 0 after a restart. The count of what the node has given goes on.
     """
     old = work_of(before)
     if not is_same_run(before, after):

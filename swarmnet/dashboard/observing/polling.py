@@ -88,7 +88,7 @@ class Polls:
         return min(max(MIN_POLL_S, len(self.trackers) / POLLS_PER_S), MAX_POLL_S)
 
     def select(self, addresses: Mapping[PeerId, tuple[str, ...]]) -> None:
-        """Poll those of the announced and known peers that ``select_peers`` chooses: at most
+        """Poll the announced and known peers that ``select_peers`` chooses: at most
         ``MAX_PEERS``."""
         candidates = [self._candidate(peer, addresses.get(peer)) for peer in {*addresses, *self.trackers}]
         selected = select_peers(candidates, MAX_PEERS, self._salt)

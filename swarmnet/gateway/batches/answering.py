@@ -2,8 +2,8 @@
 
 1. Lines are read in windows, and those with a common beginning follow each other.
 2. If a model cannot answer now, its lines are left out. Lines of other models go on.
-3. The file is read again until no line is left out. Of a model that could not answer, one line is
-   tried first.
+3. The file is read again until no line is left out. If a model could not answer, one of its lines
+   is tried before the others.
 """
 
 import asyncio

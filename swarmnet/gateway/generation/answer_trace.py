@@ -9,8 +9,8 @@ from swarmnet_client.batching.answers import Answer, AnswerStep
 from swarmnet_client.chain.trace import HopStay, TracedStep, clock_offsets, step_parts
 
 LATE_S = 0.3
-"""Seconds that the end of a stream waits for times that hops have yet to tell. More would delay the
-end when a host was lost, less would lose the last step over slow links."""
+"""Seconds that the end of a stream waits for times from the hops. More would delay the end when a
+host was lost, less would lose the last step over slow links."""
 DIGITS = 6
 
 

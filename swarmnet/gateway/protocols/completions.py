@@ -32,7 +32,8 @@ class CompletionBody(GenerationBody):
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
-    """True if a choice begins with its prompt. With ``logprobs``, its tokens have some, too."""
+    """True if a choice begins with its prompt. With ``logprobs``, the prompt's tokens have log
+    probabilities, too."""
 
     def request(self, usual: Sampling) -> GenerationRequest:
         if self.max_tokens == 0 and not self.echo:

@@ -78,7 +78,8 @@ class Comparisons:
     - ``features``: of the question, [rows, FEATURES].
     - ``sides``: 1 for model a, -1 for model b, 0 for others, [rows, models].
     - ``won``: 1 if model a won, 0 if model b won, 0.5 for a tie.
-    - ``held_out``: whether the row measures the first fit. Equal questions are on one side.
+    - ``held_out``: whether the row measures the first fit. All rows of one question are held out,
+      or none.
     """
 
     names: tuple[str, ...]
@@ -113,7 +114,8 @@ class CurvePoint:
 class FitReport:
     """The quality of a router on questions that it has not seen.
 
-    - ``accuracy``: share of held-out comparisons with a winner whose winner the router names.
+    - ``accuracy``: of the held-out comparisons with a winner, the share in which the router names
+      this winner.
     - ``baseline``: the same for a router that knows no questions, only who usually wins.
     """
 
@@ -213,8 +215,8 @@ def solved(matrix: Callable[[Array], Array], right: Array) -> Array:
 def measured(data: Comparisons, speeds: Mapping[str, float] | None = None) -> FitReport:
     """Return how well a router, fitted to the other comparisons, predicts those held out.
 
-    ``speeds``: tokens per second of each model. None for a cost of 1 of the model that wins most
-    often, and 0 of others: the cost of an answer is then the share of that model.
+    ``speeds``: tokens per second of each model. If None, the model that wins most often costs 1 and
+    the others cost 0: the cost of an answer is then the share of that model.
     """
     seen, unseen = data.part(~data.held_out), data.part(data.held_out)
     usual = seen.sides.T @ (seen.won - 0.5)
@@ -239,8 +241,8 @@ def measured(data: Comparisons, speeds: Mapping[str, float] | None = None) -> Fi
 
 
 def curve(scores: Array, sides: Array, won: Array, costs: Array) -> list[CurvePoint]:
-    """Return what prices buy: 0, and ten more up to the price at which the cheaper model of each
-    comparison answers.
+    """Return the points of the price 0, and of ten more prices up to the one at which the cheaper
+    model of each comparison answers.
 
     ``scores``: predicted qualities [rows, models]. ``sides`` and ``won``: as in ``Comparisons``.
     """

@@ -168,8 +168,8 @@ def test_a_move_that_the_owner_paused_is_told_once_it_serves(reference: Referenc
 BARE_BYTES = 200 << 20
 """Resident memory of a node without blocks."""
 BLOCK_BYTES = 100 << 20
-"""That of each block. The tiny blocks of these tests are small beside the memory that a node needs
-for anything else."""
+"""That of each block. The tiny blocks of these tests are small compared with the memory that a node
+needs for anything else."""
 
 
 @dataclass

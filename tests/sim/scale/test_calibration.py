@@ -1,5 +1,5 @@
-"""The flow model of clients (``scale/clients.py``) beside whole nodes, in one swarm: equal hosts
-and delays, sessions that never pause."""
+"""The flow model of clients (``scale/clients.py``) compared with whole nodes, in one swarm: equal
+hosts and delays, sessions that never pause."""
 
 import asyncio
 import random

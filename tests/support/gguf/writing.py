@@ -31,7 +31,7 @@ class File:
     """llama.cpp's name."""
     family: Family
     keys: Callable[[Any], Keys] = field(default=lambda _: {})
-    """Keys beside ``_common``."""
+    """Keys in addition to ``_common``."""
     tensors: Callable[[Any, str, torch.Tensor], Tensors] = _same
     """Tensors of a weight of transformers."""
     hold: Callable[[Any], Mapping[str, Any]] = field(default=lambda _: {})

@@ -122,7 +122,7 @@ def test_a_short_request_among_long_prompts_waits_for_one_forward(clients: int) 
 
 
 def requests_beside(others: int) -> tuple[int, int]:
-    """The requests of one client, one after another, that are computed beside those of another
+    """The requests of one client, one after another, that are computed next to those of another
     client with ``others`` at once; and the latter's."""
     computed = {"modest": 0, "other": 0}
 

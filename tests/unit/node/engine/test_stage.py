@@ -58,7 +58,7 @@ def test_outputs_of_a_stage_on_a_gpu_can_be_sent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_sequences_match_transformers(family: str, tmp_path: Path) -> None:
-    """Prompts of different lengths enter in chunks of random sizes, beside sequences that already
+    """Prompts of different lengths enter in chunks of random sizes, next to sequences that already
     decode."""
     model = load(family, tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(

@@ -1,4 +1,4 @@
-"""A node's stored limits and monthly usage, and its priority beside other programs."""
+"""A node's stored limits and monthly usage, and its priority among other programs."""
 
 import asyncio
 import errno

@@ -184,7 +184,7 @@ def check_answer(case: Case, length: int, hops: Hops) -> None:
 
 @directories_first
 def test_sequences_in_one_batch_get_the_tokens_of_transformers(case: Case) -> None:
-    """Prompts of different lengths enter in chunks of random sizes, beside sequences that already
+    """Prompts of different lengths enter in chunks of random sizes, next to sequences that already
     decode."""
     hops = case.hops(1, 3)
     texts = [text[:prompt] for text, prompt in zip(case.texts, PROMPT_LENGTHS, strict=True)]

@@ -307,7 +307,7 @@ ADAPTERS = (
 def test_every_sequence_has_its_own_adapter(
     shape: str, threads: int, native: NativeBackend, loaded: Loaded
 ) -> None:
-    """In stages and in parts of them, beside sequences without an adapter, and alone."""
+    """In stages and in parts of them, with sequences without an adapter, and alone."""
     expected, got = loaded(shape, None), loaded(shape, native)
     outputs: list[list[torch.Tensor]] = []
     torch.set_num_threads(threads)
@@ -368,7 +368,7 @@ def test_any_number_of_threads_gives_the_same(
 def test_decode_steps_and_packed_batches_share_sequences(
     native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Positions of a sequence are computed alone, in chunks and beside another sequence, in parts
+    """Positions of a sequence are computed alone, in chunks and with another sequence, in parts
     that have caches of their own."""
     monkeypatch.setattr(native_backend, "MAX_POSITIONS", 3)
     stage = load(tmp_path, "llama", native)

@@ -257,8 +257,8 @@ def test_topk_sends_bucket_means_as_published() -> None:
 
 
 def drifting(name: str) -> torch.Tensor:
-    """Values that the codec loses for good without error feedback: most are small beside a few
-    large ones."""
+    """Values that the codec loses for good without error feedback: most are small compared with a
+    few large ones."""
     if name == "float16":
         return torch.full((640,), 1e-8)
     if name == "topk":
