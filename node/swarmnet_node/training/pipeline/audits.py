@@ -7,6 +7,7 @@
    computes the answer, and excludes whoever signed a false receipt or a false accusation.
 """
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -182,7 +183,8 @@ class StageAuditor:
             )
             if answer is None:
                 return None
-            if tuple(map(tensor_hash, answer)) == (receipt.outputs, receipt.grad_inputs):
+            hashes = await asyncio.to_thread(lambda: tuple(map(tensor_hash, answer)))
+            if hashes == (receipt.outputs, receipt.grad_inputs):
                 is_honest: bool | None = True
             else:
                 outputs = await fetch(after, receipt.outputs, gradient=False)
@@ -217,6 +219,6 @@ class StageAuditor:
             )
         finally:
             stream.close()
-        if tensor_hash(tensor) != hash:
+        if await asyncio.to_thread(tensor_hash, tensor) != hash:
             raise ProtocolViolation(f"{peer} does not have the tensor of a receipt")
         return tensor

@@ -369,16 +369,16 @@ class Pipeline:
         if self._stage and microbatch.id.origin != stream.peer:
             await self._workers.check(microbatch.id.origin, 0)
         inputs_hash = request.begin.inputs
-        kept: list[KeptMicrobatch] = []
-        held = AsyncExitStack()
+        kept, held = KeptMicrobatch(), AsyncExitStack()
 
         async def admit() -> bool:
-            kept.append(await self._admit(microbatch))
-            is_known = kept[0].knows(inputs_hash, microbatch.sent)
+            nonlocal kept
+            kept = await self._admit(microbatch)
+            is_known = kept.knows(inputs_hash, microbatch.sent)
             trains_here = not (microbatch.is_home or microbatch.is_forward_only)
-            if self._inner is not None and trains_here and kept[0].answer is None:
+            if self._inner is not None and trains_here and kept.answer is None:
                 await held.enter_async_context(self._inner.place())
-                held.push_async_callback(self._leave_place, kept[0])
+                held.push_async_callback(self._leave_place, kept)
             return is_known
 
         async def gradient(inputs: Buffer | None) -> tuple[Buffer, Sequence[Receipt]]:
@@ -387,15 +387,15 @@ class Pipeline:
                 return await self._evaluate(microbatch, inputs or b""), ()
             if inputs and inputs_hash and await asyncio.to_thread(tensor_hash, inputs) != inputs_hash:
                 raise ProtocolViolation("other inputs than the caller has named")
-            async with kept[0].lock:
-                kept[0].take(inputs, inputs_hash, microbatch.sent)
+            async with kept.lock:
+                kept.take(inputs, inputs_hash, microbatch.sent)
                 try:
-                    answer = await self._gradient(microbatch, kept[0])
+                    answer = await self._gradient(microbatch, kept)
                 except ProtocolViolation:  # these inputs
-                    kept[0].inputs = None
+                    kept.inputs = None
                     raise
             self.job.traffic.backward += len(answer)
-            return answer, kept[0].receipts
+            return answer, kept.receipts
 
         with self._place(stream.peer):
             async with held:
@@ -429,16 +429,15 @@ class Pipeline:
             if found is None:
                 raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this microbatch is not under way")
             return found[0]
-        if self._inner is not None:
-            if id not in self._kept:
+        if self._inner is None:
+            await self._reach(id.round)
+        if id not in self._kept:
+            if self._inner is not None:
                 self._forget_before(id)
-            kept = self._kept.setdefault(id, KeptMicrobatch())
-            kept.tokens = microbatch.tokens
-            return kept
-        await self._reach(id.round)
-        if id not in self._kept and id.round < self._round:
-            raise self._over(id)
-        return self._kept.setdefault(id, KeptMicrobatch())
+            elif id.round < self._round:
+                raise self._over(id)
+            self._kept[id] = KeptMicrobatch(tokens=microbatch.tokens)
+        return self._kept[id]
 
     async def _leave_place(self, kept: KeptMicrobatch) -> None:
         """Drop the graph of a microbatch without a gradient, after a pass that is under way."""
