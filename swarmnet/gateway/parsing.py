@@ -112,11 +112,13 @@ ANY_MODEL = BodyParser(MAX_TOKENS)
 """Reads lines for a model whose context is not known yet."""
 
 
-def json_lines(path: Path, parser: BodyParser = ANY_MODEL) -> Iterator[tuple[int, str, dict[str, Any]]]:
+def json_lines(
+    path: Path, hint: str, parser: BodyParser = ANY_MODEL
+) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield the objects of a file of JSON lines, each after its number and its place in words.
 
-    ``parser`` bounds the time and memory that a line takes. Raises ``ConfigError`` that names the
-    first invalid line.
+    ``hint`` says what a line is. ``parser`` bounds the time and memory that a line takes. Raises
+    ``ConfigError`` that names the first invalid line.
     """
     try:
         with path.open("rb") as file:
@@ -125,16 +127,14 @@ def json_lines(path: Path, parser: BodyParser = ANY_MODEL) -> Iterator[tuple[int
                 number += 1
                 if raw.strip():
                     where = f"line {number} of {path}"
-                    yield number, where, _object(raw, where, parser)
+                    try:
+                        fields = parser.fields(raw)
+                    except ApiError as error:
+                        message = error.message.replace("the body", "it", 1)
+                        raise ConfigError(f"{where}: {message}", hint=hint) from error
+                    yield number, where, fields
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check the path") from error
-
-
-def _object(raw: bytes, where: str, parser: BodyParser) -> dict[str, Any]:
-    try:
-        return parser.fields(raw)
-    except ApiError as error:
-        raise ConfigError(f"{where}: {error.message}") from error
 
 
 def validated(fields: Mapping[str, Any], schema: type[R]) -> R:

@@ -80,10 +80,10 @@ def batch(  # noqa: PLR0913 - a command line, not an interface
         )
     read = partial(read_lines, prompts, model)
     ids = checked_ids(read())
+    network = client.network(swarm)
     with Journal.open(out, ids) as journal:
         kept, began = len(journal.ids), time.monotonic()
         if kept < len(ids):
-            network = client.network(swarm)
             prepare_rendering()
             load = LoadOptions.picked(dtype, device, only_generates=True, wire=wire)
             with progress(quiet=as_json) as report:

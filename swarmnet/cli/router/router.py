@@ -74,7 +74,8 @@ def fit_router(
         try:
             fit(data).write(out)
         except OSError as error:
-            raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+            message = f"cannot write {out}: {error.strerror}"
+            raise ConfigError(message, hint="give another --out, in a folder that exists") from error
     fields = {"path": str(out), "models": list(data.names), **asdict(found)}
     print_result(fields, _in_words(found, out), as_json=as_json)
 

@@ -52,12 +52,14 @@ class Journal:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+            message = f"cannot write {path}: {error.strerror}"
+            raise ConfigError(message, hint="give another --out, in a folder that exists") from error
         try:
             try:
                 lock(descriptor)
             except BlockingIOError as error:
-                raise ConfigError(f"another command writes {path}") from error
+                hint = "wait until it ends, or give another --out"
+                raise ConfigError(f"another command writes {path}", hint=hint) from error
             journal = cls(descriptor, clock)
             journal._read(path)
             if any(ids.get(custom_id) != line_id for custom_id, line_id in journal.ids.items()):

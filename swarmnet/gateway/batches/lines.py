@@ -23,6 +23,7 @@ WINDOW = 4096
 """Lines that are sorted together. With more, lines share more prefixes and take more memory."""
 PREFIX_CHARS = 4096
 """Characters of a prompt by which lines are sorted."""
+LINE_HINT = 'a line is {"prompt": TEXT}, {"messages": [...]}, or as in OpenAI\'s batches'
 ENDPOINTS = {each.path: each for each in (CHAT_COMPLETIONS, COMPLETIONS)}
 """The endpoints that a line may name."""
 
@@ -54,24 +55,24 @@ def read_lines(path: Path, model: str, parser: BodyParser = ANY_MODEL) -> Iterat
     ``model``: the model that answers if a line names none. Raises ``ConfigError`` that names the
     first invalid line.
     """
-    for number, where, fields in json_lines(path, parser):
+    for number, where, fields in json_lines(path, LINE_HINT, parser):
         yield _line(fields, where, f"line-{number}", model)
 
 
 def _line(fields: dict[str, Any], where: str, usual_id: str, model: str) -> BatchLine:
     custom_id = fields.pop("custom_id", usual_id)
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
-        raise ConfigError(f"{where}: custom_id is a text of 1 to {MAX_ID_CHARS} characters")
+        message = f"{where}: custom_id is a text of 1 to {MAX_ID_CHARS} characters"
+        raise ConfigError(message, hint="give the line another custom_id, or none")
     if "url" in fields or "body" in fields:
         url, body = fields.get("url"), fields.get("body")
     else:
         url, body = (CHAT_COMPLETIONS if "messages" in fields else COMPLETIONS).path, fields
     if url not in ENDPOINTS:
-        raise ConfigError(f"{where}: url is one of {', '.join(ENDPOINTS)}")
+        message = f"{where}: url is one of {', '.join(ENDPOINTS)}"
+        raise ConfigError(message, hint="correct the line, or write no url and no body")
     if not isinstance(body, dict) or not ("messages" in body or "prompt" in body):
-        raise ConfigError(
-            f"{where} has no prompt", hint='a line is {"prompt": TEXT}, {"messages": [...]}, or OpenAI\'s'
-        )
+        raise ConfigError(f"{where} has no prompt", hint=LINE_HINT)
     content = json.dumps([custom_id, url, body, model], sort_keys=True).encode()
     return BatchLine(custom_id, url, body, f"batch_req_{hashlib.sha256(content).hexdigest()[:24]}")
 
@@ -82,12 +83,13 @@ def checked_ids(lines: Iterable[BatchLine], most: int = sys.maxsize) -> dict[str
     ids: dict[str, str] = {}
     for line in lines:
         if line.custom_id in ids:
-            raise ConfigError(f"two lines have the custom_id {line.custom_id[:64]!r}")
+            message = f"two lines have the custom_id {line.custom_id[:64]!r}"
+            raise ConfigError(message, hint="answers are found by it: make it unique, or leave it out")
         ids[line.custom_id] = line.id
         if len(ids) > most:
-            raise ConfigError(f"a batch has at most {most} lines")
+            raise ConfigError(f"a batch has at most {most} lines", hint="make several files of it")
     if not ids:
-        raise ConfigError("there are no prompts in the file")
+        raise ConfigError("there are no prompts in the file", hint=LINE_HINT)
     return ids
 
 

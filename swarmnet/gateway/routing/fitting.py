@@ -143,18 +143,20 @@ def read_comparisons(path: Path, report: Callable[[int], None] = lambda _: None)
                 f"{where} has no question", hint='give "prompt" or "messages" with a user message'
             )
         if line.model_a == line.model_b:
-            raise ConfigError(f"{where} compares {line.model_a} with itself")
+            raise ConfigError(f"{where} compares {line.model_a} with itself", hint="remove the line")
         rows.append(features(text))
         found.append(line.model_copy(update={"prompt": "", "messages": None}))
         held_out.append(crc32(text.encode(errors="replace")) % HELD_OUT == 0)
         report(len(rows))
     names = tuple(sorted({name for line in found for name in (line.model_a, line.model_b)}))
     if len(found) < LEAST or not 0 < sum(held_out) < len(found):
-        raise ConfigError(
+        message = (
             f"{path} has {len(found)} comparisons: a router needs {LEAST} or more, of different questions"
         )
+        raise ConfigError(message, hint=LINE_HINT)
     if len(names) > MAX_MODELS:
-        raise ConfigError(f"{path} compares {len(names)} models: {MAX_MODELS} are the most")
+        message = f"{path} compares {len(names)} models: {MAX_MODELS} are the most"
+        raise ConfigError(message, hint="keep the comparisons of the models that you serve")
     sides = np.zeros((len(found), len(names)), np.float32)
     for side, line in zip(sides, found, strict=True):
         side[[names.index(line.model_a), names.index(line.model_b)]] = 1, -1
@@ -163,7 +165,7 @@ def read_comparisons(path: Path, report: Callable[[int], None] = lambda _: None)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, ComparisonLine]]:
-    for _, where, fields in json_lines(path):
+    for _, where, fields in json_lines(path, LINE_HINT):
         try:
             yield where, ComparisonLine.model_validate(fields)
         except ValidationError as error:
