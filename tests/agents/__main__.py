@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from swarmnet.cli.agent.programs import AGENTS
+from swarmnet.cli.endpoint.agent_programs import AGENTS
 from swarmnet.paths import default_cache_dir
 from swarmnet.resident import Resident, announced
 from swarmnet_protocols.models import resolve

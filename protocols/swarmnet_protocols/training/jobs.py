@@ -240,7 +240,12 @@ def _refuse(error: ValidationError) -> NoReturn:
             else f"remove it; known are {', '.join(sorted(fields))}",
         ) from error
     if first["type"] == "missing":
-        raise JobError(section, key, "is missing", hint="add it") from error
+        raise JobError(
+            section,
+            key,
+            "is missing",
+            hint="add it; `swarmnet train template METHOD` prints a whole job file",
+        ) from error
     message = first["msg"]
     raise JobError(
         section, key, f"is wrong: {message[:1].lower()}{message[1:]}", hint="correct it"

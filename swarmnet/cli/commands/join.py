@@ -12,8 +12,8 @@ import typer
 
 from swarmnet import units
 from swarmnet.cli.commands.dashboard import node_page
-from swarmnet.cli.commands.serve import node_endpoint
 from swarmnet.cli.consent import ask_once, estimate
+from swarmnet.cli.endpoint.serve import node_endpoint
 from swarmnet.cli.foreground import Foreground
 from swarmnet.cli.limit_options import rows
 from swarmnet.cli.option_groups import From

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from swarmnet import cli
-from swarmnet.cli.agent.programs import AGENTS, Served
+from swarmnet.cli.endpoint.agent_programs import AGENTS, Served
 from swarmnet.resident import Resident, announced
 
 KEY = "a-key-for-tests"

@@ -32,7 +32,7 @@ BAD = [
     ("swarm creat lab", 2, "Did you mean 'create'", "swarm --help"),
     # Commands that use a model
     ("run --swarm open", 2, "'M'", "run --help"),
-    ("run m hi", 2, "--swarm", "run --help"),
+    ("run m hi", 2, "--swarm'. A swarm.toml or its directory", "run --help"),
     ("run m hi --swarm", 2, "--swarm", "run --help"),
     (f"{RUN} extra", 2, "extra", "run --help"),
     (f"{RUN} -n 0", 2, "-n", "run --help"),
@@ -188,6 +188,7 @@ BAD = [
     ("tune --swarm open --data binary --out out", 3, "UTF-16 or UTF-32", "save it as UTF-8"),
     ("train template magic", 3, "magic", "diloco"),
     ("train create job.toml --swarm open", 3, "line 1", "correct"),
+    ("train create file --swarm open", 3, "[job] is missing", "train template"),
     ("train create nowhere.toml --swarm open", 3, "nowhere.toml", "train template"),
     ("train join notajob --swarm open", 5, "no job 'notajob'", "--bootstrap"),
     ("train export nojob --out out", 3, "'nojob'", "train list"),

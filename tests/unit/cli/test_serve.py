@@ -14,12 +14,14 @@ import pytest
 import typer
 from safetensors.numpy import save_file
 
-from swarmnet.cli.commands import serve
+from swarmnet.cli.endpoint import endpoint_options, serve
+from swarmnet.cli.endpoint.endpoint_options import EndpointOptions
 from swarmnet.cli.interrupts import run_until_stopped
 from swarmnet.swarm_file import keys as key_files
 from swarmnet.web.middleware import AccessPolicy
 from swarmnet_client.hosts.model_offers import ModelOffer
 from swarmnet_protocols.errors import ConfigError, OutOfResources, SwarmnetError
+from swarmnet_protocols.joining import without_hub
 from tests.defences import defence, replacing
 
 
@@ -45,11 +47,13 @@ def idle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def serving(*, stop_on_eof: bool = False) -> Coroutine[Any, Any, None]:
     """An endpoint on a free port; only stand-ins read the model and the network."""
-    options = serve.EndpointOptions(port=0, max_concurrent=1, as_json=True, stop_on_eof=stop_on_eof)
+    options = EndpointOptions(port=0, max_concurrent=1, as_json=True, stop_on_eof=stop_on_eof)
     local: Any = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)))
     rules = SimpleNamespace(swarm=b"swarm", check_model=lambda *_: None)
     network: Any = SimpleNamespace(rules=rules)
-    return serve._serve(local, network, AccessPolicy(), options, "own key")
+    return serve.Endpoint(
+        local=local, network=network, access=AccessPolicy(), options=options, own_key="own key"
+    ).serve()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ def serving(*, stop_on_eof: bool = False) -> Coroutine[Any, Any, None]:
     ],
 )
 def test_origins_of_pages_apps_and_extensions_are_allowed(given: str, sent: str) -> None:
-    assert serve.check_origin(given) == sent
+    assert endpoint_options.check_origin(given) == sent
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,7 @@ def test_origins_of_pages_apps_and_extensions_are_allowed(given: str, sent: str)
 )
 def test_what_is_no_origin_is_refused(given: str) -> None:
     with pytest.raises(typer.BadParameter, match="is not an origin"):
-        serve.check_origin(given)
+        endpoint_options.check_origin(given)
 
 
 @pytest.mark.usefixtures("idle")
@@ -123,15 +127,16 @@ def test_the_memory_limit_counts_adapters(tmp_path: Path, monkeypatch: pytest.Mo
         return SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)), sizes=lambda _: sizes)
 
     monkeypatch.setattr("swarmnet_client.hosts.model_offers.SwarmOffers.read", read)
-    monkeypatch.setattr("swarmnet_protocols.joining.without_hub.resolve_announced", resolved)
+    monkeypatch.setattr(without_hub, "resolve_announced", resolved)
     rules = SimpleNamespace(swarm=b"swarm", check_model=lambda *_: None)
     network: Any = SimpleNamespace(rules=rules, trust=SimpleNamespace(hosts=None))
     most = 100 + 2 * 4 * 8 * 4 - 1
-    options = serve.EndpointOptions(adapter=[f"model:law={tmp_path}"], max_memory_bytes=most)
+    options = EndpointOptions(adapter=[f"model:law={tmp_path}"], max_memory_bytes=most)
+    endpoint = serve.Endpoint(network=network, options=options, access=AccessPolicy(), own_key="own key")
 
     async def main() -> None:
         connection: Any = (None, None)
-        async with serve._models(serve.Folders(tmp_path), connection, network, options) as models:
+        async with endpoint._models(connection) as models:
             with pytest.raises(OutOfResources, match="all models may take"):
                 async with models.using("model"):
                     pytest.fail("the model opened")
@@ -145,11 +150,11 @@ def test_no_key_takes_the_place_of_another_of_its_name(tmp_path: Path) -> None:
     files[1].write_text("alice:correct-horse\n")
     for file in files:
         file.chmod(0o600)
-    keys = serve._keys(files)
+    keys = endpoint_options._keys(files)
     assert [keys.name_of(key) for key in ("correct-horse", "battery-staple")] == ["alice", "one:3"]
     files[1].write_text("alice:another-horse\n")
     with pytest.raises(ConfigError, match="alice"):
-        serve._keys(files)
+        endpoint_options._keys(files)
 
 
 @defence("API key files are private", off=replacing(key_files, "_MOUNTED", Path("/")))
@@ -158,12 +163,12 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file.write_text("correct-horse\n")
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="every user") as caught:
-        serve._keys([file])
+        endpoint_options._keys([file])
     assert "chmod 600" in caught.value.hint
     file.chmod(0o640)  # the mode of credentials that systemd gives to a service
-    assert serve._keys([file]).name_of("correct-horse") == "keys:1"
+    assert endpoint_options._keys([file]).name_of("correct-horse") == "keys:1"
 
 
 def test_a_key_may_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWARMNET_API_KEY", "correct-horse")
-    assert serve._keys([]).name_of("correct-horse") == "SWARMNET_API_KEY"
+    assert endpoint_options._keys([]).name_of("correct-horse") == "SWARMNET_API_KEY"

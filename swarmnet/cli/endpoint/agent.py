@@ -20,7 +20,7 @@ from urllib.parse import quote, urlsplit
 
 import typer
 
-from swarmnet.cli.agent.programs import AGENTS, Agent, Served
+from swarmnet.cli.endpoint.agent_programs import AGENTS, Agent, Served
 from swarmnet.cli.options import ENTERED, JsonFlag
 from swarmnet.cli.output import note, print_json
 from swarmnet.resident import Resident, find

@@ -103,7 +103,11 @@ def batch(  # noqa: PLR0913 - a command line, not an interface
                         show()
                         await answer_lines(read, journal, answerer, at_once, show)
 
-                run_until_stopped(answer())
+                try:
+                    run_until_stopped(answer())
+                except KeyboardInterrupt:
+                    note(f"stopped with {len(journal.ids)} of {len(ids)} answers: the same command continues")
+                    raise
         took_s = time.monotonic() - began
         answers = {"completed": journal.completed, "failed": journal.failed, "kept": kept}
     if as_json:

@@ -1,1 +1,0 @@
-"""Programs that act with a model of a swarm: ``swarmnet agent``."""
