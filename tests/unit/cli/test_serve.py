@@ -38,11 +38,12 @@ def idle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         local = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32), blocks=4))
         yield SimpleNamespace(local=local, batcher=None, max_length=512, context=512, missing=[])
 
-    monkeypatch.setattr("swarmnet_protocols.joining.network.connect", connected)
     monkeypatch.setattr("swarmnet_client.hosts.model_hosts.ModelHosts.over", connected)
     monkeypatch.setattr("swarmnet_client.batching.continuous_batching.BatchedModel.open", served)
     monkeypatch.setattr("swarmnet_client.model.load_options.memory_notice", lambda *_: "")
     monkeypatch.setattr("swarmnet.resident.default_state_dir", lambda: tmp_path)
+    # the last one, because modules that are first imported now would keep the stand-in
+    monkeypatch.setattr("swarmnet_protocols.joining.network.connect", connected)
 
 
 def serving(*, stop_on_eof: bool = False) -> Coroutine[Any, Any, None]:
