@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import typer
 
@@ -18,39 +18,39 @@ from swarmnet.cli.output import print_text
 from swarmnet.logs import LogFormat, LogLevel, configure
 
 COMMANDS = {
-    "Try it": (LazyCommand("demo", "demo.demo", "Start a swarm on this machine and ask it a question."),),
+    "Try it": (LazyCommand("demo", "Start a swarm on this machine and ask it a question.", "demo.demo"),),
     "Use a model": (
-        LazyCommand("run", "commands.run", "Answer one prompt, or chat."),
-        LazyCommand("serve", "endpoint.serve", "Serve an OpenAI-compatible endpoint."),
-        LazyCommand("batch", "endpoint.batch", "Answer a file of prompts while nobody waits."),
-        LazyCommand("models", "commands.models", "List the models of a swarm, and their speed."),
-        LazyCommand("router", "endpoint.router:app", "Choose a model for each question: auto."),
-        LazyCommand("agent", "endpoint.agent", "Start an agent, such as Claude Code, on a model."),
-        LazyCommand("bench", "commands.bench", "Measure what a swarm, or this machine, delivers."),
-        LazyCommand("model", "commands.model:app", "Fetch and check model files."),
+        LazyCommand("run", "Answer one prompt, or chat."),
+        LazyCommand("serve", "Serve an OpenAI-compatible endpoint.", "endpoint.serve"),
+        LazyCommand("batch", "Answer a file of prompts while nobody waits.", "endpoint.batch"),
+        LazyCommand("models", "List the models of a swarm, and their speed.", "endpoint.models"),
+        LazyCommand("router", "Choose a model for each question: auto.", "endpoint.router:app"),
+        LazyCommand("agent", "Start an agent, such as Claude Code, on a model.", "endpoint.agent"),
+        LazyCommand("bench", "Measure what a swarm, or this machine, delivers."),
+        LazyCommand("model", "Fetch and check model files.", "commands.model:app"),
     ),
     "Share this machine": (
-        LazyCommand("start", "commands.start", "Start a swarm of the computers in this room."),
-        LazyCommand("join", "commands.join", "Host a part of a model."),
-        LazyCommand("volunteer", "commands.volunteer", "Host or train, whichever the swarm needs more."),
-        LazyCommand("status", "commands.control", "Show what the node on this machine is doing."),
-        LazyCommand("limits", "commands.control", "Show or change what the node may use, and when."),
-        LazyCommand("stats", "commands.stats", "Show what this machine has given."),
-        LazyCommand("pause", "commands.control", "Free the node's memory for a while."),
-        LazyCommand("resume", "commands.control", "Serve again after a pause."),
-        LazyCommand("finish", "commands.control", "Stop the node after its sessions have moved."),
-        LazyCommand("bootstrap", "commands.bootstrap", "Run a peer through which others enter the swarm."),
-        LazyCommand("service", "commands.service:app", "Start a command with the machine, under systemd."),
-        LazyCommand("doctor", "commands.doctor", "Find what is wrong on this machine, and how to fix it."),
+        LazyCommand("start", "Start a swarm of the computers in this room."),
+        LazyCommand("join", "Host a part of a model."),
+        LazyCommand("volunteer", "Host or train, whichever the swarm needs more."),
+        LazyCommand("status", "Show what the node on this machine is doing.", "commands.control"),
+        LazyCommand("limits", "Show or change what the node may use, and when.", "commands.control"),
+        LazyCommand("stats", "Show what this machine has given."),
+        LazyCommand("pause", "Free the node's memory for a while.", "commands.control"),
+        LazyCommand("resume", "Serve again after a pause.", "commands.control"),
+        LazyCommand("finish", "Stop the node after its sessions have moved.", "commands.control"),
+        LazyCommand("bootstrap", "Run a peer through which others enter the swarm."),
+        LazyCommand("service", "Start a command with the machine, under systemd.", "commands.service:app"),
+        LazyCommand("doctor", "Find what is wrong on this machine, and how to fix it."),
     ),
     "A swarm": (
-        LazyCommand("swarm", "commands.swarm.swarm:app", "Create swarms and manage their members."),
-        LazyCommand("dashboard", "commands.dashboard", "Show a swarm on a web page."),
+        LazyCommand("swarm", "Create swarms and manage their members.", "commands.swarm.swarm:app"),
+        LazyCommand("dashboard", "Show a swarm on a web page."),
     ),
     "Train": (
-        LazyCommand("tune", "training.tune", "Fine-tune a model that runs on the swarm."),
-        LazyCommand("adapter", "training.adapter:app", "Merge adapters."),
-        LazyCommand("train", "training.train:app", "Train a model together with others."),
+        LazyCommand("tune", "Fine-tune a model that runs on the swarm.", "training.tune"),
+        LazyCommand("adapter", "Merge adapters.", "training.adapter:app"),
+        LazyCommand("train", "Train a model together with others.", "training.train:app"),
     ),
 }
 """All commands by section, in the order of ``--help``."""
@@ -58,6 +58,7 @@ COMMANDS = {
 
 class Commands(LazyGroup):
     sections = COMMANDS
+    synonyms: ClassVar = {"chat": "run", "ask": "run", "generate": "run", "host": "join", "pull": "model"}
 
 
 app = typer.Typer(

@@ -39,15 +39,19 @@ def command_group(about: str) -> typer.Typer:
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """A command as `swarmnet --help` lists it. ``target``: the module of its function in
-    ``swarmnet.cli``, with ``:name`` if the function has another name or is a ``typer.Typer``."""
+    """A command as `swarmnet --help` lists it.
+
+    ``target``: the module of its function in ``swarmnet.cli``, with ``:name`` if the function has
+    another name or is a ``typer.Typer``. Empty for a module of ``commands`` with the name of the
+    command.
+    """
 
     name: str
-    target: str
     summary: str
+    target: str = ""
 
     def load(self) -> Any:
-        module, _, name = self.target.partition(":")
+        module, _, name = (self.target or f"commands.{self.name}").partition(":")
         target = getattr(import_module(f"swarmnet.cli.{module}"), name or self.name)
         if not isinstance(target, typer.Typer):
             function, target = target, command_group("")
@@ -59,9 +63,13 @@ class LazyCommand:
 
 
 class LazyGroup(Group):
-    """Shows its commands by section without importing any. ``sections`` is set by a subclass."""
+    """Shows its commands by section without importing any.
+
+    A subclass sets ``sections``, and ``synonyms``: what other programs call a command.
+    """
 
     sections: ClassVar[Mapping[str, tuple[LazyCommand, ...]]] = {}
+    synonyms: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -72,6 +80,14 @@ class LazyGroup(Group):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return self._lazy[cmd_name].load() if cmd_name in self._lazy else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except TyperException as error:
+            if meant := self.synonyms.get(args[0]):
+                vars(error)["possibilities"] = [meant]
+            raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         listed = self.sections.items()

@@ -26,6 +26,7 @@ HELP = "--help"
 BAD = [
     ("bogus", 2, "bogus", HELP),
     ("rnu", 2, "Did you mean 'run'", HELP),
+    ("chat lab", 2, "Did you mean 'run'", HELP),
     ("--bogus", 2, "--bogus", HELP),
     ("--log-level loud status", 2, "--log-level", HELP),
     ("swarm", 2, "command", "swarm --help"),
