@@ -98,22 +98,27 @@ def say_pause(status: "NodeStatus", *, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class Foreground:
-    """Runs the node that ``start`` makes, with its control socket and addresses in ``data_dir``."""
+    """Runs the node that ``start`` makes, with its control socket and addresses in ``data_dir``.
+
+    - ``stop_on_eof``: stop when stdin ends, as it does when the parent process ends.
+    - ``metrics``: host and port of metrics and probes.
+    - ``mdns``: True if peers in the local network find each other.
+    - ``services``: further services of the node's process: name → a context that yields the URL.
+    - ``companion``: work that runs as long as the node.
+    - ``is_resting``: True if the node continues a pause that another program began.
+    """
 
     start: Callable[[Progress], AbstractAsyncContextManager["Supervisor"]]
     data_dir: Path
     as_json: bool
-    # stop when stdin ends, as it does when the parent process ends
     stop_on_eof: bool = False
-    metrics: tuple[str, int] | None = None  # host and port of metrics and probes
-    mdns: bool = False  # whether peers in the local network find each other
+    metrics: tuple[str, int] | None = None
+    mdns: bool = False
     services: Mapping[str, Callable[["Supervisor"], AbstractAsyncContextManager[str]]] = field(
         default_factory=dict
     )
-    """Further services of the node's process: name → a context that yields the URL."""
     companion: "Callable[[Supervisor], Coroutine[Any, Any, object]] | None" = None
-    """Work that runs as long as the node."""
-    is_resting: bool = False  # whether the node continues a pause that another program began
+    is_resting: bool = False
 
     def run(self) -> None:
         """Serve until the node has finished. Raises ``KeyboardInterrupt`` if a second signal stops

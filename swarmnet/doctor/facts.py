@@ -114,7 +114,7 @@ class Facts:
     memory: Memory
     device: Device
     kernels: str
-    """Where compiled code comes from: ``wheel``, the path of a C compiler, or empty."""
+    """The source of compiled code: ``wheel``, the path of a C compiler, or empty."""
     target: str = ""
     """The best set of instructions that this processor has for compiled code."""
     model: ModelFiles | None = None

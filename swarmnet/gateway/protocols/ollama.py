@@ -188,7 +188,7 @@ class OllamaWriter(AnswerWriter):
         self._served = served
         self._began_s = asyncio.get_running_loop().time()
         self._first_s: float | None = None
-        """When the first event of a stream came. None until then."""
+        """Time of the first event of a stream. None until it has come."""
         self._call: ToolCall | None = None
         """The call whose arguments are incomplete."""
         self._reason = "stop"
