@@ -1,6 +1,7 @@
 """The options that all clients share, and the options that nodes and workers share."""
 
 import platform
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.joining.network import Network
     from swarmnet_protocols.models import LocalModel, Progress
+
+
+MAX_LISTED = 10
+"""Most models in the hint that a name is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +64,7 @@ class ClientOptions:
             cache_dir=self.cache_dir,
             progress=report,
             max_disk_bytes=self.max_disk_bytes,
-            unknown=_check_no_job,
+            unknown=_explain_unknown,
         )
 
     def network(self, swarm: str) -> "Network":
@@ -116,16 +121,23 @@ class MachineOptions:
             yield_to_others()
 
 
-async def _check_no_job(name: str, directory: "Directory") -> None:
-    """Raise ``Unreachable`` if ``name`` is a training job. Nobody serves it, or its revision would
-    have been found."""
+async def _explain_unknown(name: str, directory: "Directory") -> None:
+    """Raise ``Unreachable`` if ``name`` is a training job that nobody serves, and ``ConfigError``
+    if hosts offer other models."""
     from swarmnet.cli.training.job_names import job_in_swarm
+    from swarmnet_protocols.directory.catalog import read_catalog
 
-    try:
-        await job_in_swarm(name, directory)
-    except (ConfigError, Unreachable):
-        return
-    raise Unreachable(
-        f"no machine serves the job {name!r} yet",
-        hint=f"on any machine with room for its model: swarmnet join SWARM --job {name}",
-    )
+    is_job = False
+    with suppress(ConfigError, Unreachable):
+        is_job = bool(await job_in_swarm(name, directory))
+    if is_job:
+        raise Unreachable(
+            f"no machine serves the job {name!r} yet",
+            hint=f"on any machine with room for its model: swarmnet join SWARM --job {name}",
+        )
+    offered = sorted({model.name for model in (await read_catalog(directory)).models})
+    if offered:
+        raise ConfigError(
+            f"there is no model {name!r} on this machine or in the swarm",
+            hint=f"the swarm has {', '.join(offered[:MAX_LISTED])}",
+        )

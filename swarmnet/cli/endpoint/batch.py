@@ -14,6 +14,7 @@ from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import DtypeOption, JsonFlag, ModelOption, SwarmOption, WireOption, device_option
 from swarmnet.cli.output import note, print_json, progress
 from swarmnet.cli.peer_options import ClientOptions
+from swarmnet.units import counted
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import DEFAULT_MODEL
 
@@ -113,8 +114,8 @@ def batch(  # noqa: PLR0913 - a command line, not an interface
     if as_json:
         print_json({"event": "done", **answers, "seconds": round(took_s, 3), "out": str(out)})
     else:
-        failed = f", {answers['failed']} of them with an error" if answers["failed"] else ""
-        note(f"{len(ids)} answers in {out}{failed}; {len(ids) - kept} computed in {took_s:.0f} s")
+        failed = f", {answers['failed']} of them errors (response.body.error)" if answers["failed"] else ""
+        note(f"{counted(len(ids), 'answer')} in {out}{failed}; {len(ids) - kept} computed in {took_s:.0f} s")
     if answers["failed"]:
         raise typer.Exit(FAILED)
 

@@ -1,7 +1,7 @@
 """``swarmnet serve``: an OpenAI-compatible endpoint over a swarm.
 
 1. ``serve`` checks the options, finds the swarm, and resolves the model if the user named one.
-2. :class:`Endpoint` connects, opens the models, and listens.
+2. :class:`ModelEndpoint` connects, opens the models, and listens.
 3. It stops when the user stops the command. When hosts offer a newer revision of a job, ``serve``
    begins again at the same port.
 """
@@ -74,7 +74,7 @@ def serve(
     access = options.access(own_key)
     router = read_router(options, model)
     listen(options.host, options.port).close()  # reports an address in use before the swarm is searched
-    endpoint = Endpoint(
+    endpoint = ModelEndpoint(
         network=client.network(swarm),
         options=options,
         access=access,
@@ -124,7 +124,7 @@ def _check_adapters(folders: Mapping[str, Mapping[str, Path]]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endpoint:
+class ModelEndpoint:
     """An endpoint of one model, or of all models that hosts announce.
 
     - ``own_key``: the secret of this user's commands, which ``access`` admits.
@@ -302,7 +302,9 @@ def node_endpoint(
         network = client(list(node.status().addresses))
         local = await asyncio.to_thread(resolve_in_swarm, model, lambda: network, **where)
         prepare_rendering()
-        endpoint = Endpoint(network=network, options=options, access=access, own_key=own_key, local=local)
+        endpoint = ModelEndpoint(
+            network=network, options=options, access=access, own_key=own_key, local=local
+        )
         async with endpoint.opened() as (_, http, _):
             yield f"{http.url}/v1"
 

@@ -320,6 +320,8 @@ def test_one_look_at_a_swarm_tells_jobs_from_unknown_models(
     monkeypatch.setattr("swarmnet_protocols.joining.without_hub.connect", connect)
     for found in ("catalog.announced_model", "revisions.announced_revision"):
         monkeypatch.setattr(f"swarmnet_protocols.directory.{found}", AsyncMock(return_value=None))
+    catalog = SimpleNamespace(models=[SimpleNamespace(name="trunk")])
+    monkeypatch.setattr("swarmnet_protocols.directory.catalog.read_catalog", AsyncMock(return_value=catalog))
     monkeypatch.setattr("swarmnet_protocols.training.job_records.find_jobs", AsyncMock(return_value=[]))
     network: Any = SimpleNamespace(rules=SimpleNamespace(names={}))
     client = ClientOptions(hosts=(), data_dir=tmp_path, cache_dir=tmp_path, max_disk_bytes=None)
@@ -327,8 +329,9 @@ def test_one_look_at_a_swarm_tells_jobs_from_unknown_models(
         ("0" * 64, errors.Unreachable, "no machine serves the job"),
         ("nosuchmodel", errors.ConfigError, "nosuchmodel"),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(error, match=message) as caught:
             client.resolve(name, network, lambda *_: None)
+    assert caught.value.hint == "the swarm has trunk"
     assert len(looks) == 2
 
 

@@ -52,7 +52,7 @@ def serving(*, stop_on_eof: bool = False) -> Coroutine[Any, Any, None]:
     local: Any = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)))
     rules = SimpleNamespace(swarm=b"swarm", check_model=lambda *_: None)
     network: Any = SimpleNamespace(rules=rules)
-    return serve.Endpoint(
+    return serve.ModelEndpoint(
         local=local, network=network, access=AccessPolicy(), options=options, own_key="own key"
     ).serve()
 
@@ -133,7 +133,7 @@ def test_the_memory_limit_counts_adapters(tmp_path: Path, monkeypatch: pytest.Mo
     network: Any = SimpleNamespace(rules=rules, trust=SimpleNamespace(hosts=None))
     most = 100 + 2 * 4 * 8 * 4 - 1
     options = EndpointOptions(adapter=[f"model:law={tmp_path}"], max_memory_bytes=most)
-    endpoint = serve.Endpoint(network=network, options=options, access=AccessPolicy(), own_key="own key")
+    endpoint = serve.ModelEndpoint(network=network, options=options, access=AccessPolicy(), own_key="own key")
 
     async def main() -> None:
         connection: Any = (None, None)
