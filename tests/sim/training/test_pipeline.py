@@ -165,9 +165,12 @@ def test_a_worker_that_missed_the_end_of_the_job_stops(victim: str, tmp_path: Pa
     assert (last["event"], last["round"]) == ("done", 1)
 
 
-async def ask_as_a_stranger(lab: StageLab, times: int, *, announced: bool) -> list[str]:
-    """Ask worker 1.0 for gradients of a later round, as a worker of stage 0 would, if it was
-    ``announced``. Returns the refusals within a second."""
+async def ask_as_a_stranger(lab: StageLab, times: int, *, announced: bool, signed: bool) -> list[str]:
+    """Ask worker 1.0 for gradients, as a worker of stage 0 would, if it was ``announced``. Return
+    the refusals within a second.
+
+    ``signed``: name a hash of the inputs, and send them, for the present round instead of a later
+    one."""
     identity = Identity.from_seed(b"stranger")
     job, chain = bytes.fromhex(open_job(lab.sealed).id), (lab.peer("1.0"), lab.peer("2.0"))
     async with lab.network.transport(identity.peer_id) as transport:
@@ -175,23 +178,25 @@ async def ask_as_a_stranger(lab: StageLab, times: int, *, announced: bool) -> li
             position = WorkerPosition(1, bytes(32))
             record = worker_announcement(stage_key(job, 0).hex(), transport.addresses(), position)
             await record.publish(MemoryDirectory(lab.board, identity, SWARM))
-        client = MicrobatchClient(transport, job, Timing(), signed=False)
-        microbatch = Microbatch(MicrobatchId(2, identity.peer_id, 0), 1, chain)
+        client = MicrobatchClient(transport, job, Timing(), signed=signed)
+        inputs = bytes(lab.pipeline("1.0")._passes.boundary.inputs_bytes if signed else 0)
+        microbatch = Microbatch(MicrobatchId(1 if signed else 2, identity.peer_id, 0), 1, chain)
         signature = identity.sign(microbatch.signed_bytes(job))
         microbatch = replace(microbatch, signature=signature)
-        asking = [asyncio.create_task(client.gradient(microbatch, (), b"", 1)) for _ in range(times)]
+        asking = [asyncio.create_task(client.gradient(microbatch, (), inputs, 1)) for _ in range(times)]
         refused, _ = await asyncio.wait(asking, timeout=1.0)
         await cancel(*asking)
         return [str(each.exception()) for each in refused]
 
 
-def refusals(folder: Path, times: int, *, announced: bool) -> list[str]:
+def refusals(folder: Path, times: int, *, announced: bool, signed: bool = False) -> list[str]:
     """Return the refusals of worker 1.0 to a stranger after its first round."""
     lab, found = staged_lab(folder, rounds=3, stages=3), list[asyncio.Task[list[str]]]()
 
     def ask(name: str, event: dict[str, Any]) -> None:
         if name == "1.0" and event["event"] == "round" and not found:
-            found.append(asyncio.create_task(ask_as_a_stranger(lab, times, announced=announced)))
+            asking = ask_as_a_stranger(lab, times, announced=announced, signed=signed)
+            found.append(asyncio.create_task(asking))
 
     lab.wanted = ask
     run(train(lab, *names(dict.fromkeys(range(3), 1))))
@@ -211,6 +216,17 @@ def test_a_microbatch_of_a_stranger_is_refused(tmp_path: Path) -> None:
 def test_a_caller_has_a_limited_number_of_microbatches(tmp_path: Path) -> None:
     found = refusals(tmp_path, 17, announced=True)
     assert ["too many open microbatches" in each for each in found] == [True]
+
+
+def same_hash(_: object) -> bytes:
+    return bytes(32)
+
+
+@defence("inputs have the hash that their sender names", off=replacing(pipeline, "tensor_hash", same_hash))
+def test_inputs_with_another_hash_are_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(microbatches, "tensor_hash", same_hash)
+    found = refusals(tmp_path, 1, announced=True, signed=True)
+    assert found == ["stage 1: the other side closed the stream"]
 
 
 def admit_all(patch: Patch) -> None:
