@@ -14,6 +14,7 @@ from swarmnet_protocols.training.jobs import SealedJob
 from swarmnet_protocols.wire import report_pb2 as pb
 
 if TYPE_CHECKING:
+    from swarmnet_node.training.exchanges import Exchange
     from swarmnet_protocols.training.pacing import WorkerPace
     from swarmnet_protocols.training.pipeline.microbatches import BoundaryBytes
     from swarmnet_protocols.training.rounds.round_runner import Outcome
@@ -52,22 +53,32 @@ class RoundMeter:
         self._before = now, self.pace.computed_s, traffic.forward, traffic.backward, traffic.received
         return list(map(sub, self._before, before))
 
-    def fields(self, outcome: "Outcome", wait_s: float | None) -> dict[str, Any]:
-        """Return the fields of the event "round" about the time since the last one.
+    def fields(self, exchange: "Exchange", outcome: "Outcome", stage: int | None) -> dict[str, Any]:
+        """Return the fields of the event "round", which ends with this ``exchange``.
 
-        ``wait_s``: the seconds that this worker waited for its exchange. None: all seconds without
-        computation count as waiting.
+        ``stage``: the worker's stage, in a job with stages. The origins have the loss. All seconds
+        without computation count as waiting, because a worker also waits for other stages.
         """
         round_s, computed_s, forward, backward, received = self.begin()
         compute_s = min(computed_s, round_s)
+        report, waited = exchange.report, exchange.waited
         return {
+            "round": exchange.round,
+            "loss": round(report.loss, 6) if report.tokens and not stage else None,
+            "tokens": round(outcome.tokens),
+            "own_tokens": report.tokens,
+            "workers": exchange.workers,
+            **exchange_fields(outcome),
             "round_s": round(round_s, 3),
             "compute_s": round(compute_s, 3),
-            "wait_s": round(round_s - compute_s if wait_s is None else wait_s, 3),
+            "wait_s": round(exchange.wait_s if stage is None else round_s - compute_s, 3),
             "forward_bytes": forward,
             "backward_bytes": backward,
             "bytes_sent": outcome.bytes_sent + forward + backward,
             "bytes_received": outcome.bytes_received + received,
+            "exchange_s": round(asyncio.get_running_loop().time() - exchange.start_s, 3),
+            "waited_for": waited
+            and {"peer_id": waited.peer, "why": waited.why, "seconds": round(waited.seconds, 3)},
         }
 
 

@@ -20,6 +20,7 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
+from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.values import Values
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.matchmaking import Matchmaking
@@ -177,6 +178,24 @@ class Exchanges:
         self.last_number = roster.exchange_number
         exchange = Exchange(round, len(roster.members), report, start_s, _now() - asked_s, roster.waited)
         self._pending = exchange, running
+
+    async def merge(self, weight: float) -> tuple[Roster, Outcome, float]:
+        """Average the replicas of all workers. Return also the seconds that it took.
+
+        ``weight``: 1 for a worker with a replica of its own, else 0. Raises ``OutOfSync`` or
+        ``NoPlace`` if the others leave this worker out.
+        """
+        roster = await self.form_group(weight)
+        start_s = _now()
+        outcome = await self.averager.average(
+            roster.exchange_number,
+            roster.group_of(self.transport.peer_id),
+            self.replica.method.agreed(),
+            weight=weight,
+            codec=get_codec("float32"),
+            groups=roster.groups,
+        )
+        return roster, outcome, _now() - start_s
 
     async def finish(self) -> tuple[Exchange, Outcome] | None:
         """Wait for the outcome of the pending exchange. None if there is none."""

@@ -39,7 +39,8 @@ from swarmnet_node.training.pipeline.stage_choice import StageMover
 from swarmnet_node.training.pipeline.stage_copies import StageCopies
 from swarmnet_node.training.pipeline.stage_part import StagePart
 from swarmnet_node.training.pipeline.stage_workers import WorkerStanding
-from swarmnet_node.training.replica import NO_STEPS, Replica, combined
+from swarmnet_node.training.replica import NO_STEPS, Replica
+from swarmnet_node.training.round_training import RoundTraining
 from swarmnet_node.training.state_keeper import StateKeeper
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport, Trainer
@@ -49,7 +50,6 @@ from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import in_background, persist, race
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.net import PeerId, Transport
-from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.values import Values
 from swarmnet_protocols.training.job_records import job_announcement, worker_announcement
 from swarmnet_protocols.training.jobs import SealedJob, open_job
@@ -178,6 +178,15 @@ class Worker:
         """This worker's part in a job with stages."""
         if isinstance(trainer, StageTrainer):
             self._stages = self._stage_part(opened, trainer)
+        self._training = RoundTraining(
+            self._replica,
+            self._pace,
+            self._stages,
+            self._exchanges.states,
+            dependencies.given,
+            opened.job.data.sequence_length,
+            self._compute,
+        )
         traffic = BoundaryBytes() if self._stages is None else self._stages.pipeline.job.traffic
         self._meter = RoundMeter(self._pace, traffic)
 
@@ -330,7 +339,12 @@ class Worker:
         elif self._slot is None:
             await looking
         else:  # read the directory during the inner steps
-            (contribution, report), _ = await asyncio.gather(self._train(self._slot), looking)
+            await self._tell_privacy(self.round)
+            finish = None if self._exchanges.pending_round is None else self._keeps_slot
+            training = self._training.train(self.round, self._slot, finish)
+            (contribution, report), _ = await asyncio.gather(training, looking)
+            if contribution is None:
+                self._slot = None
             if self._stages is not None and self._stages.pipeline.is_discarded(self.round):
                 self.round += 1
                 await self._apply(self.round - 1, None)
@@ -354,7 +368,11 @@ class Worker:
 
     async def _join(self, contribution: Values | None, report: StepReport) -> None:
         """Find the workers of this round, and start to average with them."""
-        asked_s, exchange, weight = self._now(), self._job.exchange, float(report.tokens)
+        asked_s, exchange, weight = (
+            asyncio.get_running_loop().time(),
+            self._job.exchange,
+            float(report.tokens),
+        )
         in_pairs = not self._method.shares_weights
         roster = await self._exchanges.form_group(weight, in_pairs=in_pairs)
         self._spare = False
@@ -394,35 +412,6 @@ class Worker:
         self._slot, self._spare = None, True
         await asyncio.sleep(SPARE_S)
 
-    async def _train(self, slot: int) -> tuple[Values | None, StepReport]:
-        """Train one round. Return its contribution.
-
-        Return None as contribution if the last exchange shows that this worker is behind.
-        """
-        report = NO_STEPS
-        await self._tell_privacy(self.round)
-        if self._stages is not None and self._method.kind == "gradients":
-            gradient = self._stages.pipeline.gradient(self.round, slot)
-            if not await self._stages.during(self.round, gradient):
-                self._slot = None
-                return None, NO_STEPS
-        if self._method.kind == "parameters":
-            steps = self._pace.steps
-            steps_s = self._pace.steps_s(steps)
-            if steps_s and not self._method.shares_weights:
-                self._exchanges.states.expect(self.round, steps_s)
-            overlapped = 0 if self._exchanges.pending_round is None else self._pace.overlap
-            report = await self._inner_steps(slot, 0, overlapped)
-            if overlapped < steps and self._slot is not None:
-                await self._finish_exchange()
-                if self._slot is not None:
-                    report = combined(report, await self._inner_steps(slot, overlapped, steps))
-            if self._slot is None:
-                return None, NO_STEPS
-        contribution, more = await self._compute(self._replica.contribution, self.round, slot)
-        self._count(more)
-        return contribution, combined(report, more)
-
     async def _tell_privacy(self, round: int | None) -> None:
         """Emit the epsilon with ``round``, which is about to be trained, and after all rounds."""
         if self._job.privacy is None:
@@ -434,26 +423,10 @@ class Worker:
         delta = self._job.privacy.delta
         self._emit("privacy", next_round=round, epsilon=epsilon, epsilon_at_end=at_end, delta=delta)
 
-    def _count(self, report: StepReport) -> None:
-        trainer, sample_tokens = self._replica.trainer, self._job.data.sequence_length
-        gpu_s = report.seconds if trainer.is_on_accelerator else 0.0
-        self._dependencies.given.trained(report.tokens, sample_tokens, trainer.blocks, gpu_s)
-
-    async def _inner_steps(self, slot: int, first: int, end: int) -> StepReport:
-        """Run the inner steps [first, end) of this round. The slot is lost if this worker is
-        behind."""
-        if end == first:
-            return NO_STEPS
-        if self._stages is not None:
-            steps = self._stages.pipeline.steps(self.round, slot, first, end)
-            done = await self._stages.during(self.round, steps)
-            self._slot, report = (self._slot, done) if done else (None, NO_STEPS)
-        else:
-            before_s = self._pace.spent.compute
-            report = await self._compute(self._replica.steps, self.round, slot, first, end, self._pace.limit)
-            self._pace.stepped(report.steps, self._pace.spent.compute - before_s)
-        self._count(report)
-        return report
+    async def _keeps_slot(self) -> bool:
+        """Finish the pending exchange. Return whether this worker keeps its slot."""
+        await self._finish_exchange()
+        return self._slot is not None
 
     async def _finish_exchange(self) -> None:
         """Wait for the pending exchange, if any, and apply its outcome."""
@@ -483,22 +456,8 @@ class Worker:
         del average
         outcome = replace(outcome, average=None)
         params_hash = await self._compute(self._replica.params_hash)
-        report, waited = exchange.report, exchange.waited
-        has_loss = report.tokens and (self._stages is None or not self._stages.stage)
-        self._emit(
-            "round",
-            round=exchange.round,
-            loss=round(report.loss, 6) if has_loss else None,
-            tokens=round(outcome.tokens),
-            own_tokens=report.tokens,
-            workers=exchange.workers,
-            **exchange_fields(outcome)
-            | self._meter.fields(outcome, None if self._stages else exchange.wait_s),
-            exchange_s=round(self._now() - exchange.start_s, 3),
-            waited_for=waited
-            and {"peer_id": waited.peer, "why": waited.why, "seconds": round(waited.seconds, 3)},
-            params_hash=params_hash,
-        )
+        stage = None if self._stages is None else self._stages.stage
+        self._emit("round", **self._meter.fields(exchange, outcome, stage), params_hash=params_hash)
         if (exchange.round + 1) % self._job.eval.every_rounds == 0 and not self.is_pausing:
             if self._stages is None:
                 found: tuple[float, int] | None = await self._compute(self._replica.evaluate)
@@ -546,19 +505,10 @@ class Worker:
         # contributes it.
         weight = 0.0 if self._slot is None else 1.0
         try:
-            roster = await self._exchanges.form_group(weight)
+            roster, outcome, exchange_s = await self._exchanges.merge(weight)
         except (OutOfSync, NoPlace) as left_out:
             self._emit("merge", round=self.round, committed=False, reason=str(left_out))
             return
-        start_s = self._now()
-        outcome = await self._exchanges.averager.average(
-            roster.exchange_number,
-            roster.group_of(self._transport.peer_id),
-            self._method.agreed(),
-            weight=weight,
-            codec=get_codec("float32"),
-            groups=roster.groups,
-        )
         if outcome.average is not None:
             await self._compute(self._replica.merge, outcome.average)
             await self._keeper.publish(self.round)
@@ -566,7 +516,7 @@ class Worker:
             "merge",
             round=self.round,
             workers=len(roster.members),
-            exchange_s=round(self._now() - start_s, 3),
+            exchange_s=round(exchange_s, 3),
             params_hash=await self._compute(self._replica.params_hash),
             **exchange_fields(outcome),
         )
@@ -597,9 +547,6 @@ class Worker:
 
     def _emit(self, event: str, **fields: Any) -> None:
         self._handler({"event": event, **fields})
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
 
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` on the computing thread."""
