@@ -45,7 +45,8 @@ from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 if TYPE_CHECKING:
     from swarmnet.cli.training.displays import Display
     from swarmnet.cli.training.trackers import Log
-    from swarmnet_node.training.start import Training, WorkerConfig
+    from swarmnet_node.training.opening import WorkerConfig
+    from swarmnet_node.training.start import Training
     from swarmnet_node.training.steps.memory_options import OptimizerStates, Precision
 
 MethodFileOption = Annotated[
@@ -250,7 +251,7 @@ def train(
 
 def configured(entry: Entry, options: WorkerOptions, job: str) -> "WorkerConfig":
     """Return the settings of a worker of ``job``, and store the limits that the owner gave."""
-    from swarmnet_node.training.start import WorkerConfig
+    from swarmnet_node.training.opening import WorkerConfig
 
     machine = options.machine
     directory, limits = machine.data_dir, machine.owner_limits()

@@ -24,6 +24,7 @@ from swarmnet.cli import execute
 from swarmnet.cli.training import join
 from swarmnet.cli.training.train_words import sentence
 from swarmnet_node.owner.limits import OwnerLimits
+from swarmnet_node.training import opening as opening_module
 from swarmnet_node.training import start as start_module
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint, export_model
 from swarmnet_node.training.job_store import (
@@ -35,7 +36,8 @@ from swarmnet_node.training.job_store import (
     store_local_files,
 )
 from swarmnet_node.training.model.checks import check_model
-from swarmnet_node.training.start import Training, WorkerConfig, _available_bytes, start
+from swarmnet_node.training.opening import Opening, WorkerConfig, _available_bytes
+from swarmnet_node.training.start import start
 from swarmnet_node.training.steps.memory_options import AUTOMATIC
 from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols import timing
@@ -471,7 +473,7 @@ def test_a_worker_takes_a_stage_if_it_has_the_memory_and_the_data(
     """The memory of its present stage is free after a move."""
     job = parse_job(staged_job(tmp_path, stages=2).replace("cuts = [1]", "cuts = [3]").encode()).job
     sealed, files = seal_job(check_job(job, tmp_path / "cache", quiet), OWNER), LocalFiles.named_in(job)
-    training: Any = SimpleNamespace(
+    opening: Any = SimpleNamespace(
         config=SimpleNamespace(cache_dir=tmp_path / "cache", memory=AUTOMATIC, files=files),
         sealed=sealed,
         peer=SimpleNamespace(limits=OwnerLimits),
@@ -482,9 +484,9 @@ def test_a_worker_takes_a_stage_if_it_has_the_memory_and_the_data(
     needs = check_model(opened, machine, vocab_size=0, stage=0).total_bytes
 
     def may_take(stage: int, free: int) -> bool:
-        monkeypatch.setattr(start_module, "_available_bytes", lambda _: free)
-        return Training._may_take(training, stage)
+        monkeypatch.setattr(opening_module, "_available_bytes", lambda _: free)
+        return Opening._may_take(opening, stage)
 
     assert [may_take(0, needs - 1000 + more) for more in (-1, 0)] == [False, True]
-    training.config.files = LocalFiles()
+    opening.config.files = LocalFiles()
     assert [may_take(stage, needs) for stage in (0, 1)] == [False, True]
