@@ -31,7 +31,7 @@ from swarmnet_node.host_checks import Trial, make_trial, trial_inputs
 from swarmnet_node.node import Node
 from swarmnet_protocols.arrays import Array, as_array, as_float32
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import race, within
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.relocation import (
     LOOK_S,
@@ -84,9 +84,7 @@ class Relocator:
     async def _keep_looking(self) -> None:
         node = self._node
         while node.relocation is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._look_s()):
-                    await node.limits_changed.wait()
+            await within(self._look_s(), node.limits_changed.wait())
             node.limits_changed.clear()
             with contextlib.suppress(SwarmnetError):  # the directory may answer at the next look
                 relocation = await self._decide()

@@ -17,7 +17,6 @@ link hops.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -45,7 +44,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import race, within
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.session.hop_times import Moment
@@ -138,9 +137,7 @@ class ChainSupervisor:
     async def _repair_forever(self) -> NoReturn:
         while True:
             leaves = any(math.isfinite(live.leaving_since) for live in self.repair.hops)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RESTS_S if leaves else self._hosts.timing.stall_s / 4):
-                    await self._trouble.wait()
+            await within(RESTS_S if leaves else self._hosts.timing.stall_s / 4, self._trouble.wait())
             # Clear the event before reading any state, so that later changes cause another turn.
             self._trouble.clear()
             self._drop_stuck_hop()

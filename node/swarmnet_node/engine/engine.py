@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -45,7 +45,7 @@ from swarmnet_node.engine.torch_layers.autograd_graphs import AutogradGraph, Gra
 from swarmnet_protocols.arrays import joined
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import StreamEnded, Unreachable
-from swarmnet_protocols.machine.aio import in_background
+from swarmnet_protocols.machine.aio import in_background, within
 from swarmnet_protocols.machine.devices import is_out_of_memory
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import RETRY_S, ResourceLimitReached, ResourceManager, Scope
@@ -495,9 +495,7 @@ class Engine:
         if not picked:
             # batches wait until other steps come, or have stayed away for long enough
             self._wake.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(GIVE_WAY_S):
-                    await self._wake.wait()
+            await within(GIVE_WAY_S, self._wake.wait())
             return
         parts = [work.next_part(tokens) for work, tokens in picked]
         started = self.stopwatch()

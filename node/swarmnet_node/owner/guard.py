@@ -15,6 +15,7 @@ from swarmnet_node.owner.limits import (
     OwnerLimits,
     reason_to_pause,
 )
+from swarmnet_protocols.machine.aio import within
 from swarmnet_protocols.wire import control_pb2
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
@@ -83,9 +84,7 @@ class Guard:
     async def watch(self) -> NoReturn:
         """Observe the machine every ``OBSERVE_S``, and at once after a change of the limits."""
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(OBSERVE_S):
-                    await self._limits_changed.wait()
+            await within(OBSERVE_S, self._limits_changed.wait())
             self._limits_changed.clear()
             await self.observe()
 

@@ -13,7 +13,6 @@ A source that sends wrong bytes is dropped. The error names it if no other sourc
 """
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from typing import Protocol
 
 from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.pieces import PIECE_BYTES, ModelFile
-from swarmnet_protocols.machine.aio import all_of, cancel
+from swarmnet_protocols.machine.aio import all_of, cancel, within
 
 _log = logging.getLogger(__name__)
 
@@ -242,9 +241,7 @@ class _Download:
                 return
             if not units:
                 self._changed.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(HUB_WAIT_S / 10):
-                        await self._changed.wait()
+                await within(HUB_WAIT_S / 10, self._changed.wait())
                 continue
             try:
                 error = await self._fetch(source, units)

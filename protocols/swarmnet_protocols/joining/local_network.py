@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from swarmnet_protocols.errors import NotAuthorised, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.mdns_record import MAX_ANNOUNCED, is_local, make_record, read_record
-from swarmnet_protocols.machine.aio import cancel, in_background, persist
+from swarmnet_protocols.machine.aio import cancel, in_background, persist, within
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import (
     LOOPBACK_NETWORKS,
@@ -135,9 +135,7 @@ class LocalNetwork:
 
     async def wait_joined(self, within_s: float) -> None:
         """Return when this peer has joined through a found peer, or after ``within_s``."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._has_joined.wait()
+        await within(within_s, self._has_joined.wait())
 
     @contextlib.asynccontextmanager
     async def join(self, directory: "DhtDirectory", *, needs_peers: bool) -> AsyncIterator[None]:

@@ -32,12 +32,8 @@ class News(asyncio.Condition):
 
     async def until(self, is_so: Callable[[], bool], within_s: float | None = None) -> bool:
         """Wait until ``is_so()``. Return False if that takes longer than ``within_s``."""
-        try:
-            async with asyncio.timeout(within_s), self:
-                await self.wait_for(is_so)
-                return True
-        except TimeoutError:
-            return False
+        async with self:
+            return await within(within_s, self.wait_for(is_so))
 
 
 async def race(*runners: Awaitable[T]) -> T:
@@ -51,6 +47,17 @@ async def race(*runners: Awaitable[T]) -> T:
         return next(task for task in tasks if task.done()).result()
     finally:
         await cancel(*tasks)
+
+
+async def within(seconds: float | None, work: Awaitable[object]) -> bool:
+    """Run ``work`` for at most ``seconds``. Return whether it ended in time; else it is
+    cancelled."""
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        return False
+    return True
 
 
 async def until(when: float, attempt: Callable[[], Awaitable[T]]) -> T:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
+from swarmnet_protocols.machine.aio import within
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.membership.certificates import (
@@ -138,9 +139,7 @@ class Membership:
         try:
             while True:
                 left_s = self.me.until - self.clock()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(max(left_s, 1.0), CLOCK_CHECK_S)):
-                        await changed.wait()
+                await within(min(max(left_s, 1.0), CLOCK_CHECK_S), changed.wait())
                 changed.clear()
         finally:
             self.listeners.remove(changed.set)

@@ -20,7 +20,7 @@ from noise.connection import Keypair, NoiseConnection  # type: ignore[import-unt
 from noise.exceptions import NoiseHandshakeError, NoiseInvalidMessage, NoiseValueError  # type: ignore[import-untyped]
 
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, StreamEnded, SwarmnetError
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, within
 from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.framing import LINGER_S
 from swarmnet_protocols.net.identity import Identity, public_key_of, verify
@@ -158,9 +158,7 @@ async def _carry(stream: Stream, end: CircuitEnd, plain: Pipe) -> None:
     try:
         await asyncio.wait((encrypting, decrypting), return_when=asyncio.FIRST_COMPLETED)
         plain.writer.close()  # closes only once all decrypted bytes are written
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                await plain.closed()
+        await within(LINGER_S, plain.closed())
     finally:
         stream.close()
         plain.writer.transport.abort()

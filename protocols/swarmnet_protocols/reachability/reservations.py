@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import cancel, in_background
+from swarmnet_protocols.machine.aio import cancel, in_background, within
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.multiaddr import Multiaddr, parse_multiaddr, peer_in
 from swarmnet_protocols.net.protocol_ids import RELAY
@@ -65,6 +65,8 @@ class Reservations:
         """Relays that failed: when each may be tried again, and the pause after its next failure.
         """
         self._changed = asyncio.Event()
+        self._has_one = asyncio.Event()
+        """Set while a reservation is held."""
         self._on_incoming = on_incoming
 
     @property
@@ -76,10 +78,7 @@ class Reservations:
 
     async def wait_for_one(self, within_s: float) -> bool:
         """Wait for a reservation, at most ``within_s``. Returns whether one is held."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                while not self._held:
-                    await self._changed.wait()
+        await within(within_s, self._has_one.wait())
         return bool(self._held)
 
     async def run(self) -> None:
@@ -88,9 +87,7 @@ class Reservations:
             while True:
                 self._changed.clear()
                 await self._fill()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(RETRY_S):
-                        await self._changed.wait()
+                await within(RETRY_S, self._changed.wait())
         finally:
             await cancel(*self._attempts.values())
 
@@ -126,6 +123,7 @@ class Reservations:
                     observed = parse_multiaddr(reply.accepted.observed_address)
                     self._held[peer] = RelayReservation(peer, await self._address_of(peer), observed)
                     self._pauses.pop(peer, None)
+                    self._has_one.set()
                     self._changed.set()
                     _log.info("reserved at the relay %s", peer)
                     while True:
@@ -137,6 +135,8 @@ class Reservations:
             _log.info("no reservation at %s: %s", peer, str(error).partition("\n")[0])
         finally:
             was_held = self._held.pop(peer, None) is not None
+            if not self._held:
+                self._has_one.clear()
             _, pause_s = self._pauses.get(peer, (0.0, RETRY_S))
             retry_at = asyncio.get_running_loop().time() + pause_s * random.uniform(0.5, 1.0)
             self._pauses[peer] = retry_at, min(2 * pause_s, MAX_RETRY_S)

@@ -68,10 +68,12 @@ class Lab:
         transport: MemoryTransport,
         candidates: Sequence[str] | None = None,
         on_incoming: Callable[[bytes], None] = lambda _: None,
+        look_s: float = 0.0,
     ) -> Reservations:
         """``on_incoming`` is called with the number of each circuit that another peer wants."""
 
         async def found() -> Sequence[str]:
+            await asyncio.sleep(look_s)
             return self.addresses if candidates is None else candidates
 
         async def address_of(peer: PeerId) -> str:
@@ -118,6 +120,23 @@ def test_a_peer_reserves_at_two_relays_and_elsewhere_when_one_is_lost() -> None:
         lab.network.crash(lost)
         await asyncio.sleep(3.0)
         assert {each.relay for each in reservations.held} == {each.peer_id for each in relays} - {lost}
+
+    run(scenario)
+
+
+def test_a_relay_that_takes_its_word_back_holds_up_nobody() -> None:
+    async def scenario(lab: Lab) -> None:
+        async def accept_and_close(stream: Stream) -> None:
+            await stream.receive()
+            accepted = pb.Accepted(observed_address="/ip4/203.0.113.7/tcp/9")
+            await stream.send(Message(pb.RelayReply(accepted=accepted).SerializeToString()))
+            stream.close()
+
+        relay = await lab.peer("relay")
+        await relay.serve(RELAY, accept_and_close)
+        reservations = await lab.reserve(await lab.peer("alice"), relay.addresses(), look_s=1.0)
+        await asyncio.sleep(1.5)  # the next relay is looked for
+        assert not await reservations.wait_for_one(0.1)
 
     run(scenario)
 

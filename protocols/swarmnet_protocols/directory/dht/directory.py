@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from swarmnet_protocols.directory.records import Publisher, Record, dht_keys, newest, open_valid
 from swarmnet_protocols.directory.signers import Signers
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable
-from swarmnet_protocols.machine.aio import in_background, persist
+from swarmnet_protocols.machine.aio import in_background, persist, within
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net import PeerId
@@ -140,9 +140,7 @@ class DhtDirectory:
                 yield directory
         finally:
             # If p2pd has died, hivemind would wait for its answers without end.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_SHUTDOWN_S):
-                    await node.shutdown()
+            await within(_SHUTDOWN_S, node.shutdown())
 
     def set_reachable(self, is_reachable: bool) -> None:
         """Set whether other peers can dial this one.
