@@ -32,7 +32,7 @@ from swarmnet_node.running_node import Dependencies, Hosted, RunningNode, Servic
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits, format_experts
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, loop_time
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT
 from swarmnet_protocols.quantization.packed_experts import (
@@ -189,7 +189,7 @@ class ExpertNode(RunningNode):
     # ---- other experts --------------------------------------------------------------------------
 
     def _on_rearrange(self, host: PeerId, loads: BlockExperts, drops: BlockExperts) -> None:
-        now, service, last = asyncio.get_running_loop().time(), self._service, self._followed
+        now, service, last = loop_time(), self._service, self._followed
         is_busy = self._rearranging is not None and not self._rearranging.done()
         if service is None or is_busy:
             return

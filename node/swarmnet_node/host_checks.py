@@ -24,7 +24,7 @@ import numpy as np
 from swarmnet_node.hosting.served_blocks import ServedBlocks
 from swarmnet_protocols.arrays import Array, as_array, as_float32
 from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import all_of
+from swarmnet_protocols.machine.aio import all_of, loop_time
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import PASS, PING
@@ -130,9 +130,9 @@ class HostChecker:
                 answer = await ping(pings, self._rng)
                 place = self._place_of(pings.stream.address)
         except SwarmnetError:
-            self.sightings.failed(host.peer, now=_now())
+            self.sightings.failed(host.peer, now=loop_time())
             return False
-        self.sightings.answered(host.peer, answer.manifest, answer.span, place, now=_now())
+        self.sightings.answered(host.peer, answer.manifest, answer.span, place, now=loop_time())
         if answer.coordinate is not None:
             self._own.measured(host.peer, answer.coordinate, answer.delay_s)
         return True
@@ -142,13 +142,13 @@ class HostChecker:
         model = replace(model, subnets=_subnets(hosts))
         left, extra = MAX_CALLS, 1
         for _ in range(ROUNDS):
-            called = self.sightings.to_call(model, now=_now(), rng=self._rng, most=left, extra=extra)
+            called = self.sightings.to_call(model, now=loop_time(), rng=self._rng, most=left, extra=extra)
             answers = await all_of(*(self.call(hosts[peer]) for peer in called))
             # Call as many others as did not answer.
             left, extra = left - len(called), answers.count(False)
             if not extra or not left:
                 break
-        return self.sightings.counted(model, now=_now())
+        return self.sightings.counted(model, now=loop_time())
 
     async def computing(self, claims: Mapping[Claim, HostInfo], asked: Asked, make: MakeTrial) -> list[Claim]:
         """Return settled ``claims`` whose hosts compute the same as this node.
@@ -215,7 +215,7 @@ class HostChecker:
             right = [peer for peer, outputs in answered.items() if self._is_right(peer, trial, outputs)]
         if not right:
             _log.info("none of %d hosts computes block %d, which they claim", len(called), block)
-        self.sightings.asked(asked.manifest, block, right, now=_now())
+        self.sightings.asked(asked.manifest, block, right, now=loop_time())
 
     async def _outputs(self, host: HostInfo, asked: Asked, span: Span, inputs: Array) -> Array | None:
         """Return what ``host`` computes from ``inputs`` with blocks ``span``; None if it does
@@ -234,7 +234,7 @@ class HostChecker:
                 stream = await PASS.open(self._transport, host.peer, self._timing, addresses=host.addresses)
                 [outputs] = await request_pass(stream, request, [inputs], [inputs.shape], self._timing)
         except PeerUnreachable:
-            self.sightings.failed(host.peer, now=_now())
+            self.sightings.failed(host.peer, now=loop_time())
             return None
         except (SwarmnetError, TimeoutError) as error:  # the host may be busy, or have moved
             _log.debug("%s does not compute: %s", host.peer, error)
@@ -245,7 +245,7 @@ class HostChecker:
         if trial.agrees(outputs):
             return True
         _log.warning("%s claims blocks %d:%d and computes something else", peer, *trial.span)
-        self.sightings.refuted(peer, now=_now())
+        self.sightings.refuted(peer, now=loop_time())
         return False
 
     def _place_of(self, address: str) -> str:
@@ -262,7 +262,3 @@ class HostChecker:
 def _subnets(hosts: Mapping[PeerId, HostInfo]) -> dict[PeerId, str]:
     """Return the subnet that each host announces. Empty if it announces none."""
     return {peer: subnet_of(next(iter(host.addresses), "")) for peer, host in hosts.items()}
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

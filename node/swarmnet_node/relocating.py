@@ -31,7 +31,7 @@ from swarmnet_node.host_checks import Trial, make_trial, trial_inputs
 from swarmnet_node.node import Node
 from swarmnet_protocols.arrays import Array, as_array, as_float32
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import race, within
+from swarmnet_protocols.machine.aio import loop_time, race, within
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.relocation import (
     LOOK_S,
@@ -181,7 +181,7 @@ class Relocator:
 
     async def _read_others(self, mine: Claim) -> list[ServedModel]:
         """Read the other models whose outlines can be read, with the claims to their blocks."""
-        now, found = asyncio.get_running_loop().time(), []
+        now, found = loop_time(), []
         for manifest in self._others.manifests if self._others is not None else ():
             may_try = self._node.memory.may_try(manifest, now)
             if may_try and (model := await self._read_other(manifest, mine, now)) is not None:

@@ -24,7 +24,7 @@ from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.catalog import CatalogModel, model_announcer
 from swarmnet_protocols.directory.host_announcements import clean, state_name
 from swarmnet_protocols.fetching.server import Library, WeightServer
-from swarmnet_protocols.machine.aio import cancel, in_background, persist
+from swarmnet_protocols.machine.aio import cancel, in_background, loop_time, persist
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
@@ -113,7 +113,7 @@ class RunningNode(Ending, ABC):
         self._hosted = hosted
         self._public_model = clean(name_for_peers(hosted.model))
         self._state = pb.HOST_STATE_CHOOSING
-        self._started = asyncio.get_running_loop().time()
+        self._started = loop_time()
         self.leaving = asyncio.Event()
         """Set when the node begins to leave."""
         self._leaving: asyncio.Task[None] | None = None
@@ -140,7 +140,7 @@ class RunningNode(Ending, ABC):
 
         Raises the errors of loading.
         """
-        async with self._contexts, Services.on(self.dependencies.transport) as services:
+        async with self._contexts, Services(self.dependencies.transport).running() as services:
             try:
                 await self._start(services)
                 async with in_background(*self._background()):
@@ -268,7 +268,7 @@ class RunningNode(Ending, ABC):
 
     @property
     def _uptime_s(self) -> float:
-        return asyncio.get_running_loop().time() - self._started
+        return loop_time() - self._started
 
     @abstractmethod
     async def _dismiss(self) -> None:
@@ -303,17 +303,14 @@ class Services(TransportWrapper):
         self._handlers: dict[str, Handler] = {}
         self._serving: set[asyncio.Task[None]] = set()
 
-    @classmethod
     @asynccontextmanager
-    async def on(cls, transport: Transport) -> AsyncIterator["Services"]:
-        """Serve on ``transport`` while the context is open. Afterwards new streams are closed at
-        once."""
-        services = cls(transport)
+    async def running(self) -> AsyncIterator["Services"]:
+        """Serve while the context is open. Afterwards new streams are closed at once."""
         try:
-            yield services
+            yield self
         finally:
-            services._handlers.clear()
-            await cancel(*services._serving)
+            self._handlers.clear()
+            await cancel(*self._serving)
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
         self._handlers[protocol.id] = handler

@@ -35,7 +35,7 @@ from swarmnet_node.relocating import Relocator
 from swarmnet_node.resting import Resting
 from swarmnet_node.running_node import Dependencies, Ending
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import cancel, in_background, persist, race
+from swarmnet_protocols.machine.aio import cancel, in_background, loop_time, persist, race
 from swarmnet_protocols.net.limits.resources import ResourceManager
 from swarmnet_protocols.routing.relocation import Relocation
 from swarmnet_protocols.wire import report_pb2
@@ -93,7 +93,7 @@ class Supervisor(Ending):
         self._reason = ""
         self._finishing_s: float | None = None
         self._started_or_paused = asyncio.Event()
-        self._started = asyncio.get_running_loop().time()
+        self._started = loop_time()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Supervisor"]:
@@ -142,7 +142,7 @@ class Supervisor(Ending):
         status = self._node.status()
         self._guard.describe(status, self._reason)
         status.volunteers = self.volunteers
-        status.uptime_s = asyncio.get_running_loop().time() - self._started
+        status.uptime_s = loop_time() - self._started
         return status
 
     def on_change(self, listener: Callable[[NodeStatus], None]) -> None:
@@ -292,7 +292,7 @@ class Supervisor(Ending):
 
         If that fails, run a node with the former blocks.
         """
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         self._is_loading = True
         announcing = asyncio.create_task(
             persist("the announcement", node.keep_announced), name="announce intent"
@@ -321,7 +321,7 @@ class Supervisor(Ending):
     def _go_back(self, former: Hosting, manifest: bytes, error: SwarmnetError) -> None:
         """Run a node with its former blocks next, because the switch to another model failed."""
         _log.warning("the switch to another model failed: %s", error)
-        memory = former.memory.after_failure(manifest, asyncio.get_running_loop().time())
+        memory = former.memory.after_failure(manifest, loop_time())
         self._hosting, self._former = replace(former, memory=memory), None
 
     def _with_former_blocks(self, hosting: "Hosting | ExpertHosting") -> "Hosting | ExpertHosting":

@@ -36,7 +36,7 @@ from swarmnet_protocols.errors import (
     OutOfResources,
     SwarmnetError,
 )
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, loop_time
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.machine.threads import compute_on
 from swarmnet_protocols.models import LocalModel
@@ -184,13 +184,13 @@ class Batcher:
         """Yield the answer to a request; leaving the context cancels it. Raises ``Overloaded``."""
         self.check_room()
         answer = Answer(request)
-        started = asyncio.get_running_loop().time()
+        started = loop_time()
         self._waiting.append(answer)
         self._start_waiting()
         try:
             yield answer
             if answer.finish_reason is not None:
-                took_s = asyncio.get_running_loop().time() - started
+                took_s = loop_time() - started
                 self._answer_s = averaged(self._answer_s, took_s, SMOOTHING)
                 self._room += 1
         finally:

@@ -35,7 +35,7 @@ from swarmnet_client.model.grammar import BadGrammar
 from swarmnet_client.model.head import LmHead
 from swarmnet_client.model.sampling import Draw, Sampling, Token
 from swarmnet_protocols.arrays import Array
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import loop_time, race
 from swarmnet_protocols.session.arrays import split
 from swarmnet_protocols.session.steps import Row
 
@@ -306,11 +306,10 @@ class SequenceGroup:
                 self._ready.clear()
                 continue
             parts = await self._with_drafts(turn)
-            clock = asyncio.get_running_loop().time
-            started = clock()
+            started = loop_time()
             if parts:
                 await self._step(chain, parts)
-                self._times.add(sum(1 + len(part.draft) for part in parts), clock() - started)
+                self._times.add(sum(1 + len(part.draft) for part in parts), loop_time() - started)
 
     async def _with_drafts(self, turn: Sequence[RunningSequence]) -> list["_Part"]:
         """Return the parts of one step: the newest tokens of each sequence, and a draft."""

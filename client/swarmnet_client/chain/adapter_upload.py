@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, loop_time
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import ADAPTER
 from swarmnet_protocols.net.refusal import Refused
@@ -102,7 +102,7 @@ async def upload_adapter(
         async with asyncio.timeout(timing.stall_s) as limit:
 
             def progress() -> None:
-                limit.reschedule(asyncio.get_running_loop().time() + timing.stall_s)
+                limit.reschedule(loop_time() + timing.stall_s)
                 progressed()
 
             await client.send(pb.AdapterRequest(upload=upload))

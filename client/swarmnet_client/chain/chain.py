@@ -26,7 +26,7 @@ from swarmnet_client.chain.trace import StepTimer
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
-from swarmnet_protocols.machine.aio import in_background
+from swarmnet_protocols.machine.aio import in_background, loop_time
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.arrays import split
 from swarmnet_protocols.session.steps import MAX_ROWS, Row
@@ -158,19 +158,18 @@ class Chain:
         return np.concatenate([piece for pieces in outputs for piece in pieces])
 
     async def _step(self, rows: tuple[Row, ...], values: Array) -> Array:
-        clock = asyncio.get_running_loop().time
-        failovers, started = self.report.failovers, clock()
+        failovers, started = self.report.failovers, loop_time()
         asked, rows = rows, self._auditor.add_audited_outputs(rows)
         watched = self._auditor.step_sent(rows)
         is_alone, route = self._in_flight.is_empty, self.report.route
         self._supervisor.wake()
         outputs = await self._in_flight.send(rows, values)
         if is_alone and sum(row.count for row in rows) == 1 and self.report.route is route:
-            self._measure(clock() - started)
+            self._measure(loop_time() - started)
         outputs = self._auditor.step_done(watched, asked, rows, values, outputs)
         is_decode = all(row.count == row.outputs for row in asked)
         if is_decode or self.report.failovers > failovers:
-            self.report.longest_stall_s = max(self.report.longest_stall_s, clock() - started)
+            self.report.longest_stall_s = max(self.report.longest_stall_s, loop_time() - started)
         return outputs
 
     def _measure(self, step_s: float) -> None:

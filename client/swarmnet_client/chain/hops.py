@@ -14,6 +14,7 @@ from swarmnet_client.chain.trace import KeepStep
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refused
@@ -228,7 +229,7 @@ class LiveHop:
         ``TypedStream.receive``.
         """
         received = await stream.receive()
-        self.heard_at = asyncio.get_running_loop().time()
+        self.heard_at = loop_time()
         return received
 
     async def show(self, sequence: int, count: int, *, within_s: float) -> HopTranscript:

@@ -28,7 +28,7 @@ from swarmnet_protocols.errors import (
     PeerUnreachable,
     SwarmnetError,
 )
-from swarmnet_protocols.machine.aio import all_of
+from swarmnet_protocols.machine.aio import all_of, loop_time
 from swarmnet_protocols.machine.devices import torch_dtype
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_view import Hop
@@ -263,7 +263,7 @@ class RemoteBatch:
         """Pause before the next attempt, or raise the error if there is none."""
         if isinstance(error, ConfigError):
             raise error
-        if retries.is_given_up(asyncio.get_running_loop().time(), idle=False):
+        if retries.is_given_up(loop_time(), idle=False):
             raise explain(error) from error
         await asyncio.sleep(retries.pause_s(error))
         if isinstance(error, NoRoute):

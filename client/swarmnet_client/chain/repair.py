@@ -49,7 +49,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.machine.aio import all_of
+from swarmnet_protocols.machine.aio import all_of, loop_time
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.link import NextHop, log_id
 
@@ -81,7 +81,7 @@ class RepairDeadline:
     def extend(self, wait_s: float = 0.0) -> None:
         """Note progress that the running repair, if any, makes after ``wait_s`` more seconds."""
         if self._running is not None and not self._running.expired():
-            self._running.reschedule(asyncio.get_running_loop().time() + wait_s + self._recover_s)
+            self._running.reschedule(loop_time() + wait_s + self._recover_s)
 
 
 @dataclass(eq=False)
@@ -141,14 +141,13 @@ class ChainRepair:
 
     async def run(self) -> None:
         """Make the chain whole. Raises the error for the user when that is not possible."""
-        clock = asyncio.get_running_loop().time
         try:
             async with self.deadline.running():
                 if missing := self._gaps():
                     self._log("a chain has gaps", blocks=missing, reason=_short(self.last_error))
                     self.report.failovers += bool(self.report.route)
                     is_idle = self.in_flight.is_empty
-                    if self._retries.is_given_up(clock(), self.last_error, idle=is_idle):
+                    if self._retries.is_given_up(loop_time(), self.last_error, idle=is_idle):
                         raise self._explain(missing) from self.last_error
                     pause_s = self._retries.pause_s(self.last_error)
                     # Do not pause for lack of room: another host may have room at once.
@@ -158,7 +157,7 @@ class ChainRepair:
                     # (docs/decisions/0111).
                     self.in_flight.forget_idle()
                     await self._fill(pause_s)
-                    self._retries.repaired(clock())
+                    self._retries.repaired(loop_time())
                     self._log("a chain has no gaps", sessions=[log_id(live.session) for live in self.hops])
                 await self.links.make(self.hops)
         except TimeoutError:
@@ -388,7 +387,7 @@ class ChainRepair:
         A chain that has answered may wait as long as a repair takes.
         """
         most_s = max(self.spec.wait_s, self.hosts.timing.recover_s if self.continues else 0.0)
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         if not self._retries.may_wait(error.retry_after_s, most_s, now):
             raise error
         self.last_error = error

@@ -14,7 +14,7 @@ from swarmnet_client.chain.failures import UnhandledMessage
 from swarmnet_client.chain.hops import ChainSpec, LiveHop, SessionRole, SessionStream
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import all_of, cancel, in_background
+from swarmnet_protocols.machine.aio import all_of, cancel, in_background, loop_time
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import SESSION
 from swarmnet_protocols.routing.chain_view import Hop
@@ -137,7 +137,7 @@ class HopSessions:
             return await self._ask(hop, pb.SessionRequest(open=request))
 
         stream = await self.uploader.with_adapter(hop, ask)
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         announced = self.hosts.span_of(hop.peer)
         return LiveHop(hop, session, stream, now, now, announced, stands_by=request.standby)
 

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from swarmnet_client.chain.trace import StepTimer
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import Scope
@@ -60,7 +61,7 @@ class StepsInFlight:
 
     def rests(self, seconds: float) -> bool:
         """Return whether no step has waited for its outputs for this many seconds."""
-        return self.is_empty and asyncio.get_running_loop().time() >= self._rests_since + seconds
+        return self.is_empty and loop_time() >= self._rests_since + seconds
 
     @property
     def acked(self) -> int:
@@ -92,7 +93,7 @@ class StepsInFlight:
                 return await future
             finally:
                 del self._waiting[step.seq]
-                self._rests_since = asyncio.get_running_loop().time()
+                self._rests_since = loop_time()
 
     def complete(self, output: pb.Output, payload: Buffer) -> bool:
         """Give the outputs in ``payload`` to the step that ``output`` names.

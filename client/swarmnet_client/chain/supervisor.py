@@ -44,7 +44,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.machine.aio import race, within
+from swarmnet_protocols.machine.aio import loop_time, race, within
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.session.hop_times import Moment
@@ -169,7 +169,7 @@ class ChainSupervisor:
         """Replace a hop that sends heartbeats, has its inputs, and has not computed for
         ``stall_s``."""
         sent = self._in_flight.outbox.log.last
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         stall_s = self._hosts.timing.stall_s
         for live in self.repair.hops:
             if live.applied < sent and now - live.progress_at > stall_s:
@@ -201,7 +201,7 @@ class ChainSupervisor:
     def _may_let_go(self, live: LiveHop) -> bool:
         """Return whether a leaving hop may go: no step waits for it, and none has waited for a
         while."""
-        asked_s = asyncio.get_running_loop().time() - live.leaving_since
+        asked_s = loop_time() - live.leaving_since
         return asked_s >= RESTS_S and self._in_flight.rests(RESTS_S)
 
     # ---- failures -------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class ChainSupervisor:
         # The receiver's session may have ended meanwhile, or the sender may have another receiver.
         if sender.next is not receiver or not receiver.alive:
             return
-        silent_s = asyncio.get_running_loop().time() - receiver.heard_at
+        silent_s = loop_time() - receiver.heard_at
         if isinstance(sender, LiveHop) and silent_s < self._hosts.timing.silence_s / 2:
             # Both answer, so one of them lies or the path is broken. Only a second accuser costs
             # the receiver its place.
@@ -313,7 +313,7 @@ class ChainSupervisor:
                 _log.debug("a host leaves", extra=live.log_fields | {"moves": reply.leaving.moves})
                 live.leaving = True
                 if not reply.leaving.moves:
-                    live.leaving_since = asyncio.get_running_loop().time()
+                    live.leaving_since = loop_time()
                 self._trouble.set()
             case "shown":
                 live.complete_show(reply.shown, payload)
@@ -339,7 +339,7 @@ class ChainSupervisor:
         self._in_flight.timer.add_times(live.session, live.hop, timed)
 
     def _on_heartbeat(self, live: LiveHop, reply: pb.SessionReply) -> None:
-        now = live.heard_at = asyncio.get_running_loop().time()
+        now = live.heard_at = loop_time()
         # While nothing is in flight, a hop has nothing to compute.
         if reply.heartbeat.applied != live.applied or self._in_flight.is_empty:
             live.applied, live.progress_at = reply.heartbeat.applied, now

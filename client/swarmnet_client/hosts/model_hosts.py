@@ -38,7 +38,7 @@ from swarmnet_protocols.directory.host_announcements import HostSample, read_hos
 from swarmnet_protocols.errors import HostsOverloaded, NoRoom, NoRoute, SwarmnetError
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network, Trust, connect
-from swarmnet_protocols.machine.aio import in_background, persist
+from swarmnet_protocols.machine.aio import in_background, loop_time, persist
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport
@@ -195,7 +195,7 @@ class ModelHosts:
     @property
     def banned(self) -> Mapping[PeerId, float]:
         """Hosts that are banned now, the oldest failure first, each with its time."""
-        return self._exclusions.bans.at(self._now())
+        return self._exclusions.bans.at(loop_time())
 
     async def refresh(self) -> None:
         """Read the directory now. Callers at the same time share one look-up.
@@ -212,7 +212,7 @@ class ModelHosts:
                 found = await self._announced.refresh(blocks=sought)
             if found:
                 self._rooms.clear()
-                now, allowed = self._now(), self._trust.hosts
+                now, allowed = loop_time(), self._trust.hosts
                 self._hosts = {
                     each.peer: each
                     for each in found
@@ -249,7 +249,7 @@ class ModelHosts:
         their load.
         """
         view = self._view(explore=self._rng.random() < EXPLORE)
-        excluded = avoid | self._exclusions.overloaded(self._now(), continues=continues).keys()
+        excluded = avoid | self._exclusions.overloaded(loop_time(), continues=continues).keys()
         hosts = tuple(host for host in view.hosts if host.peer not in excluded)
         view = replace(view, hosts=hosts, hops=hops)
         try:
@@ -259,7 +259,7 @@ class ModelHosts:
             self._sought = error.missing[0][0], error.missing[-1][1]
             raise self.no_route(error.missing, avoid=avoid, continues=continues) from error
         if _log.isEnabledFor(logging.DEBUG):
-            fields = explain_choice(view, found, self._now()) | {"left_out": sorted(excluded)}
+            fields = explain_choice(view, found, loop_time()) | {"left_out": sorted(excluded)}
             _log.debug("a route is chosen", extra=fields)
         return found
 
@@ -269,7 +269,7 @@ class ModelHosts:
 
         Hops in ``opened`` do not count.
         """
-        separated = self._exclusions.separated(self._now())
+        separated = self._exclusions.separated(loop_time())
         return bool(
             self.banned.keys() & {hop.peer for hop in route if hop not in opened}
             or failed_links([hop.peer for hop in route], separated)
@@ -287,7 +287,7 @@ class ModelHosts:
         ``HostsOverloaded`` if overloaded hosts have all of these blocks, else ``NoRoute``.
         """
         hosts = [host for host in self.known if host.peer not in avoid]
-        waits_s = self._exclusions.overloaded(self._now(), continues=continues)
+        waits_s = self._exclusions.overloaded(loop_time(), continues=continues)
         wait_s = shortest_wait_s(missing, hosts, waits_s)
         if wait_s is not None:
             return HostsOverloaded(missing, wait_s)
@@ -336,7 +336,7 @@ class ModelHosts:
 
     def measured(self, chain: Sequence[Hop], step_s: float) -> None:
         """Note that a decode step took ``step_s`` through ``chain``, from the client and back."""
-        now = self._now()
+        now = loop_time()
         self._speeds.measured(credible(self._view()), chain, step_s, now)
 
     def chain_opened(self, first: PeerId, last: PeerId) -> None:
@@ -346,7 +346,7 @@ class ModelHosts:
 
     def failed(self, peer: PeerId) -> None:
         """Ban a host for a while, because it failed."""
-        self._exclusions.bans.failed(peer, self._now())
+        self._exclusions.bans.failed(peer, loop_time())
 
     def answered(self, peer: PeerId) -> None:
         """Lift the ban of a host that answered."""
@@ -357,7 +357,7 @@ class ModelHosts:
 
         The work was a new answer or, with ``continues``, the rest of an answer.
         """
-        self._exclusions.refused(peer, wait_s, self._now(), continues=continues)
+        self._exclusions.refused(peer, wait_s, loop_time(), continues=continues)
 
     def separate(self, one: PeerId, other: PeerId) -> bool:
         """Keep two hosts apart for a while: both are alive, but ``one`` reports that it cannot
@@ -365,18 +365,18 @@ class ModelHosts:
 
         Returns whether a third host has reported the same of ``other``.
         """
-        return self._exclusions.separate(one, other, self._now())
+        return self._exclusions.separate(one, other, loop_time())
 
     def convict(self, peer: PeerId) -> None:
         """Exclude a host that gave wrong outputs, even if no other host has its blocks."""
-        self._exclusions.convict(peer, self._now())
+        self._exclusions.convict(peer, loop_time())
         self._hosts.pop(peer, None)
         self._rooms.clear()
 
     # ---- inside ---------------------------------------------------------------------------------
 
     def _view(self, *, explore: bool = False) -> View:
-        now = self._now()
+        now = loop_time()
         return View(
             tuple(self._hosts.values()),
             self._pings.delay_s,
@@ -397,9 +397,6 @@ class ModelHosts:
             busy=self._pings.busy,
             explore=explore,
         )
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
 
     async def _watch(self) -> None:
         while True:

@@ -80,18 +80,7 @@ class ForwardTuner(Tuner):
         lengths = _lengths(scores, settings)
         self.is_whole = False
         self._set(self._moved(start, [(pair, -rate * length) for pair, length in enumerate(lengths)]))
-        self.step += 1
-        self.history.append(Point(self.step, loss=fmean(scores)))
-        self.is_whole = True
-        return {
-            "event": "step",
-            "step": self.step,
-            "loss": self.history[-1].loss,
-            "learning_rate": rate,
-            "tokens": tokens,
-            "tokens_per_s": tokens / (time.perf_counter() - started),
-            **self._used(before),
-        }
+        return self._stepped(fmean(scores), rate, tokens, started, before)
 
     def _evaluate(self) -> dict[str, Any]:
         if self._reward is None:

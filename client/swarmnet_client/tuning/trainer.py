@@ -158,18 +158,24 @@ class Tuner:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
-        self.step += 1
-        self.history.append(Point(self.step, loss=float(loss.detach())))
-        self.is_whole = True
         tokens = int(batch["attention_mask"].sum())
-        seconds = time.perf_counter() - started
+        return self._stepped(float(loss.detach()), rate, tokens, started, before)
+
+    def _stepped(
+        self, loss: float, rate: float, tokens: int, started: float, before: SwarmUsage
+    ) -> dict[str, Any]:
+        """Count a step that began at ``started`` and has changed the parameters. Return its
+        event."""
+        self.step += 1
+        self.history.append(Point(self.step, loss=loss))
+        self.is_whole = True
         return {
             "event": "step",
             "step": self.step,
-            "loss": self.history[-1].loss,
+            "loss": loss,
             "learning_rate": rate,
             "tokens": tokens,
-            "tokens_per_s": tokens / seconds,
+            "tokens_per_s": tokens / (time.perf_counter() - started),
             **self._used(before),
         }
 

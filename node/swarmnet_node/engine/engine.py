@@ -45,7 +45,7 @@ from swarmnet_node.engine.torch_layers.autograd_graphs import AutogradGraph, Gra
 from swarmnet_protocols.arrays import joined
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import StreamEnded, Unreachable
-from swarmnet_protocols.machine.aio import in_background, within
+from swarmnet_protocols.machine.aio import in_background, loop_time, within
 from swarmnet_protocols.machine.devices import is_out_of_memory
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import RETRY_S, ResourceLimitReached, ResourceManager, Scope
@@ -65,10 +65,6 @@ SMOOTHING = 0.1
 """Weight of the newest measurement in an exponential moving average."""
 
 T = TypeVar("T")
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _future() -> "asyncio.Future[Any]":
@@ -163,14 +159,14 @@ class _Sessions:
         A client between two tokens has no work at this moment. It stays active, so that it keeps
         its counter and the limit for shared forwards holds.
         """
-        now = _now()
+        now = loop_time()
         self.active |= dict.fromkeys(scopes, now)
         self.active = {scope: at for scope, at in self.active.items() if at > now - RECENT_S}
         self.shares.set_active({scope.owner for scope in self.active})
 
     def delay_s(self, steps: Sequence[_StepWork], forward_s: float) -> float:
         """Return how long ``steps`` should wait for sequences that are expected soon."""
-        since = _now() - RECENT_S
+        since = loop_time() - RECENT_S
         self.last_work = {each: at for each, at in self.last_work.items() if at > since}
         expected = len(self.last_work.keys() | {work.sequence for work in steps})
         lead = self.shares.lead({work.scope.owner for work in steps})
@@ -380,7 +376,7 @@ class Engine:
             raise Unreachable("this host has stopped")
         self._steps.extend(works)
         sessions = self._batches if is_batch else self._urgent
-        sessions.last_work |= dict.fromkeys((sequence for sequence, _ in rows), _now())
+        sessions.last_work |= dict.fromkeys((sequence for sequence, _ in rows), loop_time())
         if not is_batch:
             self._rhythm.came(since)
         self._wake.set()
@@ -409,7 +405,7 @@ class Engine:
         if self._stopped:
             raise Unreachable("this host has stopped")
         blocks = self.stage.blocks if blocks is None else blocks
-        work = _PassWork(prepare, positions, blocks, _now(), max_delay_s)
+        work = _PassWork(prepare, positions, blocks, loop_time(), max_delay_s)
         self._passes.append(work)
         self._wake.set()
         try:
@@ -433,7 +429,7 @@ class Engine:
         if self._is_pass_next():
             work = self._passes[0]
             await self._run_pass(work)
-            self._last_pass_at = _now()
+            self._last_pass_at = loop_time()
             self._remove_pass(work)
             return
         await self._wait_for_more()
@@ -445,11 +441,11 @@ class Engine:
 
         Waits at most as long as a forward takes.
         """
-        until = _now() + self._forward_s
+        until = loop_time() + self._forward_s
         while delay_s := self._delay_s():
             self._wake.clear()
             try:
-                async with asyncio.timeout(min(delay_s, until - _now())):
+                async with asyncio.timeout(min(delay_s, until - loop_time())):
                     await self._wake.wait()
             except TimeoutError:
                 return
@@ -467,7 +463,7 @@ class Engine:
         if not self._passes or not self._steps:
             return bool(self._passes)
         first = self._passes[0]
-        return _now() >= max(first.since, self._last_pass_at) + first.max_delay_s
+        return loop_time() >= max(first.since, self._last_pass_at) + first.max_delay_s
 
     def _pick(self) -> list[tuple[_StepWork, int]]:
         """Choose the steps of the next forward. There may be none while batches wait."""
@@ -513,7 +509,7 @@ class Engine:
         self._measure(sum(tokens for _, tokens in picked), started, parts[0].work.stage.blocks)
         # Once more with the present time: a forward of a long prompt may take longer than RECENT_S.
         for part in parts:
-            self._sessions_of(part.work).active[part.work.scope] = _now()
+            self._sessions_of(part.work).active[part.work.scope] = loop_time()
         if any(not part.work.is_batch for part in parts):
             now = self.stopwatch()
             self._rhythm.computed(now, now - started)
@@ -572,7 +568,7 @@ class Engine:
     def _finish(self, work: _StepWork) -> None:
         self._steps.remove(work)
         if work.sequence.reservation is not None:  # not released meanwhile
-            self._sessions_of(work).last_work[work.sequence] = _now()
+            self._sessions_of(work).last_work[work.sequence] = loop_time()
         if not work.done.done():
             work.done.set_result(joined(work.outputs))
 

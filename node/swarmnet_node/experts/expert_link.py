@@ -23,7 +23,7 @@ import torch
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertHost
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import loop_time, race
 from swarmnet_protocols.net import Buffer, Transport
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import EXPERTS
@@ -189,7 +189,6 @@ class ExpertLink:
 
     async def keep_open(self) -> NoReturn:
         """Keep the stream open until cancelled."""
-        clock = asyncio.get_running_loop().time
         while True:
             self.fault, self.rests_until = "", -math.inf
             try:
@@ -202,13 +201,13 @@ class ExpertLink:
                 pause_s = self._exclusions.next_s()
             except SwarmnetError as error:
                 _log.info("experts out of reach", extra={"peer": self.host.peer, "reason": str(error)[:200]})
-                if clock() - self._open_since > MAX_PAUSE_S:
+                if loop_time() - self._open_since > MAX_PAUSE_S:
                     self._pauses.reset()
                 pause_s = self._pauses.next_s()
             except Exception:  # noqa: BLE001 - whatever an address or a message of a stranger causes, the link is tried again
                 _log.exception("the link to %s failed", self.host.peer)
                 pause_s = self._exclusions.next_s()
-            self.rests_until = clock() + pause_s
+            self.rests_until = loop_time() + pause_s
             self._changed()
             await asyncio.sleep(pause_s)
 
@@ -238,18 +237,17 @@ class ExpertLink:
 
     async def _open(self, stream: TrunkStream) -> NoReturn:
         """Measure the round trip, then mark the link as open."""
-        clock = asyncio.get_running_loop().time
         empty = ExpertRows(0, torch.empty(0, self._model.hidden_size, dtype=self._model.dtype), {})
         fastest = math.inf
         for _ in range(TRIALS):
-            sent_at = clock()
+            sent_at = loop_time()
             await self._send(stream, empty)
-            fastest = min(fastest, clock() - sent_at)
+            fastest = min(fastest, loop_time() - sent_at)
         self.round_trip_s = fastest
         self.is_far = fastest > self._max_round_trip_s
         if self.is_far:
             raise Unreachable(f"{self.host.peer} is farther than this host allows")
-        self._stream, self.has_answered, self._open_since = stream, True, clock()
+        self._stream, self.has_answered, self._open_since = stream, True, loop_time()
         self._changed()
         await asyncio.Future()
         raise AssertionError
@@ -296,8 +294,7 @@ class ExpertLink:
         """
         if self._stream is None:
             raise Unreachable(f"{self.host.peer} does not answer")
-        clock = asyncio.get_running_loop().time
-        sent_at = clock()
+        sent_at = loop_time()
         stream = self._stream
         try:
             expected_s = self.seconds_for(request.pairs)
@@ -307,9 +304,9 @@ class ExpertLink:
             stream.close()
             raise DeadlineExceeded(f"{self.host.peer} has not computed experts in time") from None
         self._pauses.reset()
-        if not self.is_avoided(clock()):
+        if not self.is_avoided(loop_time()):
             self._avoidance.reset()
-        row_s = max(0.0, clock() - sent_at - self.round_trip_s) / request.pairs
+        row_s = max(0.0, loop_time() - sent_at - self.round_trip_s) / request.pairs
         self.row_s = averaged(self.row_s, row_s, SMOOTHING)
         return outputs
 

@@ -45,7 +45,7 @@ from swarmnet_node.hosting.session import (
 from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, idle, slot_to_evict
 from swarmnet_protocols.directory.host_announcements import signed_addresses
 from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation
-from swarmnet_protocols.machine.aio import News, all_of, race
+from swarmnet_protocols.machine.aio import News, all_of, loop_time, race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
@@ -160,13 +160,13 @@ class Host:
         """
         self.leaving = True
         await all_of(*(session.announce_leaving() for session in self.sessions))
-        since = asyncio.get_running_loop().time()
+        since = loop_time()
 
         def is_free() -> bool:
             return not self._sessions and not self._system.used[Resource.PASSES]
 
         while not is_free():
-            now = asyncio.get_running_loop().time()
+            now = loop_time()
             for session in self.sessions:
                 if now >= since + IDLE_S and session.slot.is_idle(now):
                     session.end(leaving())
@@ -281,7 +281,7 @@ class Host:
 
     def _is_used(self) -> bool:
         """Return whether a client waits for work of this host, or did so a moment ago."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         return any(not session.slot.is_idle(now) for session in self.sessions) or bool(self._passes.total())
 
     def _end_spares(self) -> None:
@@ -300,7 +300,7 @@ class Host:
         while self._system.available(Resource.CACHE) < cache_bytes <= scope.available(Resource.CACHE):
             held = {session.slot: session for session in self.sessions}
             amounts = {slot: session.cache_bytes for slot, session in held.items()}
-            now = asyncio.get_running_loop().time()
+            now = loop_time()
             evicted = slot_to_evict(held, now, amounts.__getitem__, for_batch=is_batch)
             if evicted is None:
                 return

@@ -24,6 +24,7 @@ from prometheus_client import Histogram
 from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_protocols.errors import DeadlineExceeded
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
@@ -67,17 +68,16 @@ class Reporter:
         Requests above the rate limit wait. Raises ``ResourceLimitReached`` if the peer has too many
         such streams.
         """
-        clock = asyncio.get_running_loop().time
         scope = stream.stream.scope
         with scope.reserve(Resource.REPORTS), contextlib.suppress(DeadlineExceeded):
             while True:
                 await stream.receive()
-                if wait_s := scope.charge(Rate.REPORTS_SENT, 1, clock()):
+                if wait_s := scope.charge(Rate.REPORTS_SENT, 1, loop_time()):
                     await asyncio.sleep(wait_s)
                 await stream.send(self._report())
 
     def _report(self) -> pb.NodeReport:
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop_time()
         if now_s - self._newest_at_s >= EVERY_S:
             self._newest = self._describe()
             self._newest_at_s = now_s

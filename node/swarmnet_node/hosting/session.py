@@ -48,7 +48,7 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     SwarmnetError,
 )
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import loop_time, race
 from swarmnet_protocols.net import Buffer, PeerId, Stream
 from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
@@ -423,7 +423,6 @@ class HostedSession:
         await self._downstream.send(self._new_log())
 
     async def _read(self, link: LinkStream, steps: _ReceivedSteps, reservation: Reservation) -> None:
-        clock = asyncio.get_running_loop().time
         while True:
             request, payload = await link.receive()
             if not request.HasField("step"):
@@ -438,9 +437,9 @@ class HostedSession:
                     self.end(error)
                 raise
             if link.peer == self.stream.peer and not step.replay and not self.slot.stands_by:
-                self._times.arrived(step.rows, clock())
+                self._times.arrived(step.rows, loop_time())
             # Waiting here, not in ``_apply``, stops reading. Flow control then slows the sender.
-            if wait_s := self._scope.charge(Rate.POSITIONS, step.positions, clock()):
+            if wait_s := self._scope.charge(Rate.POSITIONS, step.positions, loop_time()):
                 await asyncio.sleep(wait_s)
             # Count the step before it waits for room below, because it delays other sessions
             # already.
@@ -528,7 +527,7 @@ class HostedSession:
             (self._sequences.caches[row.sequence], values)
             for row, values in zip(step.rows, step.split(), strict=True)
         ]
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         if wait_s := self._scope.charge(Rate.POSITIONS, self._behind(rows), now):
             await asyncio.sleep(wait_s)
         started = partial(self._step_times.mark, step.seq, Moment.STARTED)

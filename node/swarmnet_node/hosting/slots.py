@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net import PeerId, Stream
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitReached, Scope
@@ -51,7 +52,7 @@ class Slot:
     @classmethod
     def of(cls, stream: Stream, new_s: float = NEW_S) -> "Slot":
         """Return a slot for the peer of ``stream``. :meth:`Slots.acquire` makes it count."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         return cls(stream.peer, subnet_of(stream.address) or stream.peer, now, new_s=new_s)
 
     def evict(self) -> None:
@@ -65,12 +66,12 @@ class Slot:
 
     def worked(self) -> None:
         """Note that work has arrived."""
-        self.has_worked, self.since = True, asyncio.get_running_loop().time()
+        self.has_worked, self.since = True, loop_time()
 
     def moved(self, size_bytes: int) -> None:
         """Note ``size_bytes`` of transferred work. A rate of at least ``SLOW_BYTES_PER_S`` keeps
         the slot."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         self.since = min(now, self.since + size_bytes / SLOW_BYTES_PER_S)
 
     def is_idle(self, now: float) -> bool:
@@ -119,7 +120,7 @@ class Slots:
         without work is evicted first.
         """
         if self._system.available(self._resource) < 1 <= scope.available(self._resource):
-            now = asyncio.get_running_loop().time()
+            now = loop_time()
             evicted = slot_to_evict(self._slots, now, lambda _: 1, for_batch=slot.is_batch)
             if evicted is not None:
                 self._slots.pop(evicted).release()

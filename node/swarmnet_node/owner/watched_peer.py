@@ -18,7 +18,7 @@ from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.owner.machine import USAGE_EVERY_S, OwnersMachine
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.machine.aio import in_background, persist
+from swarmnet_protocols.machine.aio import in_background, loop_time, persist
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.net import Transport
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
@@ -68,7 +68,7 @@ class WatchedPeer:
         self._directory = directory
         self._machine = OwnersMachine(purpose.folder, purpose.link, wall_clock, purpose.limit_computing)
         self._version = version("swarmnet-p2p")
-        self._started = asyncio.get_running_loop().time()
+        self._started = loop_time()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
@@ -86,7 +86,7 @@ class WatchedPeer:
         status.command, status.swarm = self._purpose.command, self._purpose.swarm_name
         status.version = self._version
         status.state = "leaving" if self.stopping.is_set() else "online"
-        status.uptime_s = asyncio.get_running_loop().time() - self._started
+        status.uptime_s = loop_time() - self._started
         status.ram_bytes = self._machine.ram_bytes()
         status.usage.CopyFrom(control_pb2.Usage(**asdict(self._machine.usage())))
         self._purpose.add(status)

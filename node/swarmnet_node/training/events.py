@@ -1,6 +1,5 @@
 """The events of a training worker, and the report for dashboards that is made from them."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_node.owner.given import Given
 from swarmnet_protocols.directory.node_reports import MAX_CONTRIBUTIONS
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.training.jobs import SealedJob
 from swarmnet_protocols.wire import report_pb2 as pb
 
@@ -49,7 +49,7 @@ class RoundMeter:
 
     def begin(self) -> Sequence[Any]:
         """Begin to measure a round. Return the increase of all readings in the round before."""
-        now, traffic, before = asyncio.get_running_loop().time(), self.traffic, self._before
+        now, traffic, before = loop_time(), self.traffic, self._before
         self._before = now, self.pace.computed_s, traffic.forward, traffic.backward, traffic.received
         return list(map(sub, self._before, before))
 
@@ -76,7 +76,7 @@ class RoundMeter:
             "backward_bytes": backward,
             "bytes_sent": outcome.bytes_sent + forward + backward,
             "bytes_received": outcome.bytes_received + received,
-            "exchange_s": round(asyncio.get_running_loop().time() - exchange.start_s, 3),
+            "exchange_s": round(loop_time() - exchange.start_s, 3),
             "waited_for": waited
             and {"peer_id": waited.peer, "why": waited.why, "seconds": round(waited.seconds, 3)},
         }
@@ -113,7 +113,7 @@ class WorkerReporter:
         self._handler = handler
         self._reach = reach
         self._given = given
-        self._start_s = asyncio.get_running_loop().time()
+        self._start_s = loop_time()
         self._contributions: Counter[str] = Counter()
         self._report = pb.WorkerReport(
             job=bytes.fromhex(sealed.id),
@@ -146,7 +146,7 @@ class WorkerReporter:
         del self._report.contributions[:]
         for peer, rounds in self._contributions.most_common(MAX_CONTRIBUTIONS):
             self._report.contributions.add(peer=peer, rounds=rounds)
-        uptime_s = asyncio.get_running_loop().time() - self._start_s
+        uptime_s = loop_time() - self._start_s
         return pb.NodeReport(
             version=self._version,
             public_name=self._public_name,

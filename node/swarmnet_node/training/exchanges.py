@@ -16,7 +16,7 @@ import torch
 from swarmnet_node.training.known_workers import KnownWorkers
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.steps.trainer import StepReport
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, loop_time
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
@@ -157,7 +157,7 @@ class Exchanges:
         members = [member for member in roster.group_of(me) if member.peer in partners]
         start, end = method.range(round)
         values = torch.zeros(end - start) if contribution is None else contribution
-        start_s = _now() if method.shares_weights else asked_s
+        start_s = loop_time() if method.shares_weights else asked_s
         running: asyncio.Future[Outcome]
         if method.shares_weights:
             averaging = self.averager.average(
@@ -176,7 +176,7 @@ class Exchanges:
             running = asyncio.get_running_loop().create_future()
             running.set_result(await self._pairs.average(round, partner, values, float(report.tokens)))
         self.last_number = roster.exchange_number
-        exchange = Exchange(round, len(roster.members), report, start_s, _now() - asked_s, roster.waited)
+        exchange = Exchange(round, len(roster.members), report, start_s, loop_time() - asked_s, roster.waited)
         self._pending = exchange, running
 
     async def merge(self, weight: float) -> tuple[Roster, Outcome, float]:
@@ -186,7 +186,7 @@ class Exchanges:
         ``NoPlace`` if the others leave this worker out.
         """
         roster = await self.form_group(weight)
-        start_s = _now()
+        start_s = loop_time()
         outcome = await self.averager.average(
             roster.exchange_number,
             roster.group_of(self.transport.peer_id),
@@ -195,17 +195,17 @@ class Exchanges:
             codec=get_codec("float32"),
             groups=roster.groups,
         )
-        return roster, outcome, _now() - start_s
+        return roster, outcome, loop_time() - start_s
 
     async def finish(self) -> tuple[Exchange, Outcome] | None:
         """Wait for the outcome of the pending exchange. None if there is none."""
         if self._pending is None:
             return None
         exchange, running = self._pending
-        start_s = _now()
+        start_s = loop_time()
         outcome = await asyncio.shield(running)  # a pause lets it end
-        self.pace.spend(network=_now() - start_s)
-        exchange.wait_s += _now() - start_s
+        self.pace.spend(network=loop_time() - start_s)
+        exchange.wait_s += loop_time() - start_s
         slowest = outcome.waited
         if slowest is not None:  # a transfer during inner steps keeps nobody waiting
             slowest = replace(slowest, seconds=min(slowest.seconds, exchange.wait_s))
@@ -227,7 +227,3 @@ class Exchanges:
     async def close(self) -> None:
         """Drop the pending exchange."""
         await cancel(self._pending[1] if self._pending else None)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -4,12 +4,12 @@ Says which workers are alive, vote, are excluded, and can provide the shared sta
 whether this worker has to move to their state.
 """
 
-import asyncio
 import hashlib
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition, catch_up, continued, join
@@ -75,17 +75,17 @@ class KnownWorkers:
     @property
     def is_new(self) -> bool:
         """True if this worker has not trained, or has only just begun."""
-        return not self._has_trained() or _now() - self.started_s < NEW_S
+        return not self._has_trained() or loop_time() - self.started_s < NEW_S
 
     def pause_s(self) -> float:
         """Return the seconds between two reads of the directory."""
-        return min(REFRESH_S, (_now() - self.started_s) / LOOK_AGAIN)
+        return min(REFRESH_S, (loop_time() - self.started_s) / LOOK_AGAIN)
 
     async def refresh(self, *, at_once: bool = False) -> None:
         """Add the workers in the directory, unless they were just read."""
-        if not at_once and _now() - self._refreshed_s < self.pause_s():
+        if not at_once and loop_time() - self._refreshed_s < self.pause_s():
             return
-        self._refreshed_s = _now()
+        self._refreshed_s = loop_time()
         records = await find_records(self._directory, self._job_id)
         found = {each.worker.peer: each.worker for each in records if each.trains}
         if found:  # otherwise the directory did not answer
@@ -98,12 +98,12 @@ class KnownWorkers:
 
     def alive(self) -> list[RoundMember]:
         """Return the workers that may be alive, without distrusted ones."""
-        now = _now()
+        now = loop_time()
         return [each for peer, each in self._known.items() if self._distrusted_until.get(peer, now) <= now]
 
     def distrust(self, peer: PeerId) -> None:
         """Leave a worker out of ``alive`` for a while."""
-        self._distrusted_until[peer] = _now() + (NEW_DISTRUST_S if self.is_new else DISTRUST_S)
+        self._distrusted_until[peer] = loop_time() + (NEW_DISTRUST_S if self.is_new else DISTRUST_S)
 
     def exclude(self, peers: Iterable[PeerId]) -> None:
         """Ignore ``peers`` for the rest of the job.
@@ -170,7 +170,3 @@ class KnownWorkers:
         return [
             RoundMember(peer, known[peer].addresses if peer in known else ()) for peer in (*peers, *others)
         ]
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

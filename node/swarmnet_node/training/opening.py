@@ -26,7 +26,7 @@ from swarmnet_node.training.job_store import (
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.joining.network import Network
-from swarmnet_protocols.machine.aio import in_background
+from swarmnet_protocols.machine.aio import in_background, loop_time
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.training.jobs import open_job
 
@@ -215,7 +215,7 @@ class Opening:
 
         config = self.config
         moved = moved_stage(config.data_dir, config.job)
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         return StageMover(
             self.directory,
             config.job,

@@ -20,6 +20,7 @@ from swarmnet_node.training.pipeline.turns import Compute
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.shared_state import max_state_bytes
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition
@@ -61,7 +62,7 @@ class StateKeeper:
             self.workers.exclude(saved.excluded)
             await self.compute(partial(self.replica.restore, saved))
         else:
-            self.workers.started_s = asyncio.get_running_loop().time()
+            self.workers.started_s = loop_time()
         round = 0 if saved is None else saved.round
         await self.publish(round)
         return round
@@ -137,9 +138,9 @@ class StateKeeper:
         """Wait until the last checkpoint is on the disk. Raises ``OutOfResources``."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            start_s = asyncio.get_running_loop().time()
+            start_s = loop_time()
             await writing
-            self.pace.spend(disk=asyncio.get_running_loop().time() - start_s)
+            self.pace.spend(disk=loop_time() - start_s)
 
     async def _verdict(self, *, is_behind: bool = False) -> CatchUp | Stay:
         matchmaking, same_state = self.matchmaking, self.replica.method.shares_weights
@@ -154,7 +155,7 @@ class StateKeeper:
     async def _move(self, verdict: CatchUp, at: int, late_tokens: int) -> int | None:
         """Download the state of ``verdict``. Return its round, or None if that fails. ``at``: the
         present round."""
-        start_s = asyncio.get_running_loop().time()
+        start_s = loop_time()
         here, there = self.matchmaking.position, verdict.position
         if at and there.round > at + 2:
             await self.save(at)
@@ -185,7 +186,7 @@ class StateKeeper:
             round=there.round,
             bytes=len(data),
             late_tokens=late_tokens,
-            seconds=round(asyncio.get_running_loop().time() - start_s, 3),
+            seconds=round(loop_time() - start_s, 3),
             dropped=[{"peer_id": peer, "reason": why} for peer, why in dropped.items()],
         )
         return there.round

@@ -47,7 +47,7 @@ from swarmnet_node.training.steps.trainer import StepReport, Trainer
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import in_background, persist, race
+from swarmnet_protocols.machine.aio import in_background, loop_time, persist, race
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.training.codecs.values import Values
@@ -369,7 +369,7 @@ class Worker:
     async def _join(self, contribution: Values | None, report: StepReport) -> None:
         """Find the workers of this round, and start to average with them."""
         asked_s, exchange, weight = (
-            asyncio.get_running_loop().time(),
+            loop_time(),
             self._job.exchange,
             float(report.tokens),
         )

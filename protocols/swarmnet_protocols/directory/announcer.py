@@ -20,6 +20,7 @@ from typing import NamedTuple, NoReturn
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import loop_time
 
 RETRY_S = 1.0
 """Seconds until the first retry of a failed announcement.
@@ -75,9 +76,8 @@ class Announcer:
 
     async def run(self) -> NoReturn:
         """Announce until cancelled."""
-        clock = asyncio.get_running_loop().time
         while True:
-            left_s = self._due - clock()
+            left_s = self._due - loop_time()
             if left_s > 0 and self.facts() == self._announced:
                 await asyncio.sleep(min(left_s, self.check_s))
             else:
@@ -105,7 +105,7 @@ class Announcer:
 
     def _pause(self, pause_s: float) -> None:
         # Randomised, so that peers that started together do not announce together for ever.
-        self._due = asyncio.get_running_loop().time() + pause_s * self.rng.uniform(0.8, 1.0)
+        self._due = loop_time() + pause_s * self.rng.uniform(0.8, 1.0)
 
     async def withdraw(self, within_s: float | None = None) -> None:
         """Announce the end, or give up after ``within_s``: the records expire soon anyway."""

@@ -7,7 +7,6 @@
    Otherwise a thief of the key could stop the owner's node.
 """
 
-import asyncio
 import contextlib
 import logging
 import math
@@ -21,7 +20,7 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.host_announcements import MAX_ADDRESSES, listed
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import in_background, persist
+from swarmnet_protocols.machine.aio import in_background, loop_time, persist
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.identity import peer_id_of
 from swarmnet_protocols.net.refusal import printable
@@ -78,7 +77,7 @@ class DuplicateWatch:
 
     def warning(self) -> str:
         """Return the warning for the owner; empty while there is no duplicate."""
-        if asyncio.get_running_loop().time() >= self._heard_at + REMEMBERED_S:
+        if loop_time() >= self._heard_at + REMEMBERED_S:
             return ""
         ours = self._transport.addresses()
         where = printable(", ".join(address for address in self._addresses if address not in ours))
@@ -112,7 +111,7 @@ class DuplicateWatch:
         # clock was set back since.
         if 0 < self._highest < process.number:
             self._addresses = tuple(process.addresses[:MAX_ADDRESSES])
-            self._heard_at = asyncio.get_running_loop().time()
+            self._heard_at = loop_time()
         self._highest = max(self._highest, process.number)
 
     def _announcements(self) -> Iterable[Announcement]:

@@ -17,6 +17,7 @@ from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.host_announcements import MAX_ADDRESSES
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import relay_of
@@ -112,7 +113,7 @@ class RelayFinder:
         does not answer, only the former are returned.
         """
         self._remember()
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         if now >= self._until:
             self._until = now + FIND_S
             try:

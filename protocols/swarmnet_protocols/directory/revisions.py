@@ -16,6 +16,7 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.catalog import CatalogModel, read_catalog
 from swarmnet_protocols.directory.host_announcements import read_hosts
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.routing.chain_search import uncovered
 
 _log = logging.getLogger(__name__)
@@ -122,11 +123,11 @@ async def announced_revision(directory: Directory, job: str) -> CatalogModel | N
     While all hosts change to another revision, wait ``CHANGE_S`` at most. Warns the user, because
     nobody signed it. Raises as ``revisions``, and ``Unreachable`` without a host of a revision.
     """
-    deadline = asyncio.get_running_loop().time() + CHANGE_S
+    deadline = loop_time() + CHANGE_S
     while (found := await hosted_revision(directory, job)) is None:
         if not revisions((await read_catalog(directory)).models, job):
             return None
-        if asyncio.get_running_loop().time() >= deadline:
+        if loop_time() >= deadline:
             raise Unreachable(
                 f"no machine serves all blocks of the job {job!r} now",
                 hint=f"try again, or on any machine with room for its model: swarmnet join SWARM --job {job}",

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.pieces import PIECE_BYTES, ModelFile
-from swarmnet_protocols.machine.aio import all_of, cancel, within
+from swarmnet_protocols.machine.aio import all_of, cancel, loop_time, within
 
 _log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class _Download:
         self._sources: list[PieceSource] = []
         """Sources that have started."""
         self._preparing = 0
-        self._progress_at = _now()
+        self._progress_at = loop_time()
         """Time of the last arrived piece, or of the last start of a source."""
         self._writing = asyncio.Lock()
 
@@ -191,10 +191,10 @@ class _Download:
         working: set[asyncio.Task[None]] = set()
         try:
             while (working or waiting) and (self._queue or self._asked):
-                is_stuck = _now() >= self._progress_at + REPEAT_S
+                is_stuck = loop_time() >= self._progress_at + REPEAT_S
                 while waiting and (len(working) < MAX_SOURCES or is_stuck):
                     working.add(asyncio.create_task(self._use(waiting.popleft())))
-                    is_stuck, self._progress_at = False, _now()
+                    is_stuck, self._progress_at = False, loop_time()
                 ended, working = await asyncio.wait(
                     working, timeout=REPEAT_S if waiting else None, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -234,7 +234,7 @@ class _Download:
 
     async def _work(self, source: PieceSource) -> None:
         """Fetch over one connection of a source until it can bring no unit that is left."""
-        began, failures = _now(), 0
+        began, failures = loop_time(), 0
         while not self._is_out(source):
             units = self._next_units(source, began)
             if units is None:
@@ -266,15 +266,15 @@ class _Download:
         if not self._queue and not self._asked:
             return None
         others = [other for other in self._sources if not other.is_last and not self._is_out(other)]
-        waits = source.is_last and _now() < began + HUB_WAIT_S
+        waits = source.is_last and loop_time() < began + HUB_WAIT_S
         for unit in () if waits and self._preparing else self._queue:
             if _has(source, unit) and not (waits and any(_has(other, unit) for other in others)):
                 return self._with_adjacent(source, unit)
         for unit in self._asked:
-            waited_s = _now() - min(unit.asked.values(), default=_now())
+            waited_s = loop_time() - min(unit.asked.values(), default=loop_time())
             is_slow = waited_s > REPEAT_S * len(unit.asked)
             if is_slow and source.name not in unit.asked and _has(source, unit):
-                unit.asked[source.name] = _now()
+                unit.asked[source.name] = loop_time()
                 return [unit]
         if not source.is_last and not any(_has(source, unit) for unit in (*self._queue, *self._asked)):
             return None
@@ -298,7 +298,7 @@ class _Download:
         for each in units:
             self._queue.remove(each)
             self._asked.append(each)
-            each.asked[source.name] = _now()
+            each.asked[source.name] = loop_time()
         return units
 
     def _release(self, source: PieceSource, units: list[_Unit]) -> None:
@@ -332,7 +332,7 @@ class _Download:
             brought = sum(unit.end - unit.start for unit in before if not unit.missing())
             self._done += brought
             if brought:
-                self._progress_at = _now()
+                self._progress_at = loop_time()
         _log.debug(
             "%s from byte %d of %s: %d bytes", units[0].name, file.starts[first], source.name, len(data)
         )
@@ -343,7 +343,3 @@ class _Download:
 
 def _has(source: PieceSource, unit: _Unit) -> bool:
     return all(source.has(unit.file.file, piece) for piece in range(unit.first, unit.last))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

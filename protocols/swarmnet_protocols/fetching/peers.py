@@ -27,6 +27,7 @@ from swarmnet_protocols.fetching.pieces import (
     has_bit,
     listing_hash,
 )
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import WEIGHTS
@@ -113,7 +114,7 @@ class _Answer:
         self._model = model
         self._what = what
         self._file = file
-        self._began = asyncio.get_running_loop().time()
+        self._began = loop_time()
 
     async def next(self, length: int) -> tuple[int, Buffer]:
         """Ask for the next ``length`` bytes, and append them.

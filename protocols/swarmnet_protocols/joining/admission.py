@@ -40,7 +40,7 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.joining.own_key import OwnerFiles, OwnKey
-from swarmnet_protocols.machine.aio import cancel, in_background, persist
+from swarmnet_protocols.machine.aio import cancel, in_background, loop_time, persist
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.membership.handshake import Handshakes, not_admitted
 from swarmnet_protocols.membership.invites import MAX_ADDRESS_CHARS
@@ -195,7 +195,7 @@ class Admissions:
         Peers outside the swarm can trigger this call as often as they like. So a call does not
         cause a look-up of its own.
         """
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         if self._lookup is None and now >= self._issuers_until:
             self._lookup = asyncio.create_task(self._refresh_issuers(), name="issuers")
         if self._lookup is not None and not self._known_issuers:
@@ -206,7 +206,7 @@ class Admissions:
         try:
             self._known_issuers = await self._find_issuers()
         finally:
-            self._issuers_until = asyncio.get_running_loop().time() + ISSUERS_CACHE_S
+            self._issuers_until = loop_time() + ISSUERS_CACHE_S
             self._lookup = None
 
     async def _find_issuers(self) -> list[str]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from swarmnet_protocols.errors import NotAuthorised, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.mdns_record import MAX_ANNOUNCED, is_local, make_record, read_record
-from swarmnet_protocols.machine.aio import cancel, in_background, persist, within
+from swarmnet_protocols.machine.aio import cancel, in_background, loop_time, persist, within
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import (
     LOOPBACK_NETWORKS,
@@ -312,7 +312,7 @@ class _Ear(asyncio.DatagramProtocol):
     def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
         from zeroconf._protocol.incoming import DNSIncoming
 
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         source = self._sources.peer(str(addr[0]), now)
         if source.charge(Rate.FRAMES, 0, now):
             return

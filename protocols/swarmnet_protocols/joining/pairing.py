@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.joining.local_network import LocalNetwork
 from swarmnet_protocols.joining.mdns_record import is_local
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.membership.handshake import MAX_NAME_CHARS
 from swarmnet_protocols.membership.invites import MAX_INVITE_CHARS
 from swarmnet_protocols.net import PeerId, Transport
@@ -159,7 +160,7 @@ class Door:
         if request.WhichOneof("kind") != "knock":
             raise ProtocolViolation("the first message is no knock")
         name = printable(request.knock.name[:MAX_NAME_CHARS])
-        self._codes.ensure_shown(name, _now())
+        self._codes.ensure_shown(name, loop_time())
         await stream.send(pb.PairingReply(house=pb.House(name=self._house.name[:MAX_NAME_CHARS])))
         while not await self._one_try(stream, name):
             pass
@@ -169,8 +170,8 @@ class Door:
         request, _ = await stream.receive()
         if request.WhichOneof("kind") != "attempt":
             raise ProtocolViolation("a pairing message other than a try")
-        if not self._codes.has_valid(_now()):
-            self._codes.ensure_shown(name, _now())
+        if not self._codes.has_valid(loop_time()):
+            self._codes.ensure_shown(name, loop_time())
             await stream.send(pb.PairingReply(wrong=pb.Wrong(left=0)))
             return False
         code = self._codes.take_try()
@@ -180,7 +181,7 @@ class Door:
         key = await asyncio.to_thread(finished, exchange, request.attempt)
         confirmation, _ = await stream.receive()
         if key is None or not hmac.compare_digest(confirmation.confirm, _mac(key, _NEWCOMER)):
-            left = self._codes.fail(code, name, _now())
+            left = self._codes.fail(code, name, loop_time())
             await stream.send(pb.PairingReply(wrong=pb.Wrong(left=left)))
             return False
         self._codes.succeed()
@@ -277,10 +278,6 @@ def finished(exchange: "SPAKE2_A | SPAKE2_B", element: bytes) -> bytes | None:
     except (SPAKEError, NotOnCurve, ValueError):
         return None
     return key
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _mac(key: bytes, data: bytes) -> bytes:

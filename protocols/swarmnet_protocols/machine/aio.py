@@ -22,6 +22,11 @@ A loop that ran longer than this before it failed restarts after ``RESTART_S`` a
 """
 
 
+def loop_time() -> float:
+    """Return the seconds on the clock of the event loop."""
+    return asyncio.get_running_loop().time()
+
+
 class News(asyncio.Condition):
     """Changes that several tasks wait for."""
 

@@ -48,7 +48,7 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     SwarmnetError,
 )
-from swarmnet_protocols.machine.aio import cancel, in_background, persist
+from swarmnet_protocols.machine.aio import cancel, in_background, loop_time, persist
 from swarmnet_protocols.machine.clock import clock_advice
 from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.membership.admitted_peers import AdmittedPeer, AdmittedPeers
@@ -323,7 +323,7 @@ class Handshakes:
         member = self.membership.admit(peer, certificate)
         admitted = self.admitted.by_peer.get(peer)
         if admitted is None:
-            scope = self._transport.resources.peer(peer, asyncio.get_running_loop().time())
+            scope = self._transport.resources.peer(peer, loop_time())
             admitted = self.admitted.by_peer[peer] = AdmittedPeer(
                 member, certificate, scope.reserve(Resource.ADMITTED_PEERS)
             )

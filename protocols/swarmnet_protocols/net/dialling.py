@@ -16,6 +16,7 @@ from contextlib import suppress
 from weakref import WeakValueDictionary
 
 from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.limits.resource_limits import Rate
 from swarmnet_protocols.net.limits.resources import Scope
@@ -164,16 +165,15 @@ class IntroducedTransport(TransportWrapper):
 
         Every failure is the same ``PeerUnreachable``, raised only after ``deadline_s``.
         """
-        clock = asyncio.get_running_loop().time
-        when = clock() + deadline_s
+        when = loop_time() + deadline_s
         try:
             async with asyncio.timeout_at(when), self._dialling.setdefault(peer, asyncio.Lock()):
                 if not await self.is_connected(peer):
-                    self._charge(addresses, clock())
+                    self._charge(addresses, loop_time())
                 return await super().open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
         except (SwarmnetError, TimeoutError) as error:
             _log.info("%s, named by another peer, was not reached: %s", peer, error)
-        await asyncio.sleep(when - clock())
+        await asyncio.sleep(when - loop_time())
         raise PeerUnreachable("the next hop was not reached")
 
     def _charge(self, addresses: Sequence[str], now: float) -> None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 
 from swarmnet_protocols.errors import StreamEnded
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net import Buffer, Message, PeerId, ProtocolSpec
 from swarmnet_protocols.net.framing import ENDED, LINGER_S, SIZES, FrameReader, encode, encode_refusal
 from swarmnet_protocols.net.limits.flow_control import LimitedReader, ReceiveWindow, SendWindow
@@ -138,7 +139,7 @@ class FramedStream:
         await self._up.acquire(size_bytes, message_bytes=message_bytes)
         self._check_open()
         self._sent_bytes += size_bytes
-        begins = max(self.arrives_by, asyncio.get_running_loop().time())
+        begins = max(self.arrives_by, loop_time())
         self.arrives_by = begins + self._scope.mib_s * size_bytes / (1 << 20)
 
     def _send_control(self, kind: int, size_bytes: int) -> None:

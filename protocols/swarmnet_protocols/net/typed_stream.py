@@ -27,7 +27,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
-from swarmnet_protocols.machine.aio import until
+from swarmnet_protocols.machine.aio import loop_time, until
 from swarmnet_protocols.net import Buffer, Message, PeerId, ProtocolSpec, Stream, Transport
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.timing import Timing
@@ -144,10 +144,9 @@ class TypedStream(Generic[Sent, Received]):
             return await self.stream.receive()
         if not self._has_heartbeats:
             return await receive_within(self.stream, self.silence_s)
-        clock = asyncio.get_running_loop().time
-        asked = clock()
+        asked = loop_time()
         message = await receive_within(self.stream, self._timeout.seconds(self.silence_s))
-        self._timeout.observe(clock() - asked)
+        self._timeout.observe(loop_time() - asked)
         return message
 
     async def send_heartbeats(self, period_s: float, heartbeat: Callable[[], Sent]) -> NoReturn:
@@ -235,7 +234,7 @@ def parse(kind: type[Received], header: bytes) -> Received:
 async def receive_within(stream: Stream, silence_s: float) -> Message:
     """Return the next message. Raises ``DeadlineExceeded`` if none comes within ``silence_s``."""
     try:
-        return await until(asyncio.get_running_loop().time() + silence_s, stream.receive)
+        return await until(loop_time() + silence_s, stream.receive)
     except TimeoutError as error:
         raise DeadlineExceeded(f"{stream.peer} has been silent for {silence_s:.3g} s") from error
 

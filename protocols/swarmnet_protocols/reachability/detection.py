@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn
 
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import cancel, persist
+from swarmnet_protocols.machine.aio import cancel, loop_time, persist
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import PeerId, ReachKind, Transport
 from swarmnet_protocols.net.dialling import own_interfaces
@@ -163,16 +163,15 @@ class Reachability:
         self._transport.reserve_at_relays(None)
 
     async def _watch(self) -> NoReturn:
-        clock = asyncio.get_running_loop().time
-        again_at = clock() + UNKNOWN_S
+        again_at = loop_time() + UNKNOWN_S
         while True:
             await asyncio.sleep(CHECK_S)
             # Nobody could be asked: the first peer that dials this one shows that others can.
             if self._is_open is None and not self._was_dialled:
                 self._was_dialled = await self._asks_if_dialled()
-            if self._own() != self._own_when_asked or clock() >= again_at:
+            if self._own() != self._own_when_asked or loop_time() >= again_at:
                 await self.find_out()
-                again_at = clock() + (UNKNOWN_S if self._is_open is None else AGAIN_S)
+                again_at = loop_time() + (UNKNOWN_S if self._is_open is None else AGAIN_S)
 
     def _own(self) -> tuple[object, object]:
         """Return this machine's addresses, and the ports that others may reach.

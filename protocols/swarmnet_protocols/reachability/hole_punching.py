@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterable
 
 from swarmnet_protocols.errors import PeerUnreachable, ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, loop_time
 from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.dialling import MAX_DIALLED
@@ -74,7 +74,7 @@ class HolePunching:
 
         Returns the first try while it runs, else None.
         """
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         if peer in self._first_tries:
             return self._first_tries[peer]
         is_tried = self._not_before.get(peer, 0.0) > now
@@ -101,8 +101,7 @@ class HolePunching:
 
     async def _try(self, peer: PeerId) -> bool:
         """Try once. Return whether to stop trying: the peer is connected, or does not agree."""
-        clock = asyncio.get_running_loop().time
-        began = clock()
+        began = loop_time()
         try:
             is_direct = await self._agree_and_dial(peer)
         except SwarmnetError as error:
@@ -111,28 +110,27 @@ class HolePunching:
         if is_direct:
             self._not_before.pop(peer, None)
             self.succeeded += 1
-            self.total_s += clock() - began
-            _log.info("connected to %s directly after %.2f s", peer, clock() - began)
+            self.total_s += loop_time() - began
+            _log.info("connected to %s directly after %.2f s", peer, loop_time() - began)
         else:
             self.failed += 1
             _log.info("%s was not reached directly", peer)
         return is_direct
 
     async def _agree_and_dial(self, peer: PeerId) -> bool:
-        clock = asyncio.get_running_loop().time
         stream = await PUNCH.open(self._guarded, peer, deadline_s=PUNCH_S)
         with contextlib.closing(stream):
-            asked = clock()
+            asked = loop_time()
             mine = self._my_addresses()
             await stream.send(pb.PunchRequest(addresses=mine))
             reply, _ = await stream.receive()
-            round_trip_s = clock() - asked
+            round_trip_s = loop_time() - asked
             await stream.send(pb.PunchRequest(start=pb.PunchStart()))
             await asyncio.sleep(round_trip_s / 2)
             return await self._dial(peer, mine, reply.addresses, serves=False)
 
     async def _answer(self, stream: TypedStream[pb.PunchReply, pb.PunchRequest]) -> None:
-        scope, now = stream.stream.scope, asyncio.get_running_loop().time()
+        scope, now = stream.stream.scope, loop_time()
         scope.check_rate(Rate.DIALS, 0.0, now)
         scope.charge(Rate.DIALS, 1, now)
         request, _ = await stream.receive()

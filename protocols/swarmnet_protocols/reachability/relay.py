@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import in_background, race
+from swarmnet_protocols.machine.aio import in_background, loop_time, race
 from swarmnet_protocols.net import Message, PeerId, Stream, Transport
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
@@ -198,7 +198,7 @@ class Relay:
                 raise Refusal(refusal_pb2.REASON_NOT_RESERVED, reason) from error
             finally:
                 if circuit.accepted.done() and not circuit.is_confirmed:
-                    now = asyncio.get_running_loop().time()
+                    now = loop_time()
                     stream.scope.charge(Rate.FRAMES, VIOLATION_FRAMES, now)
                 del self._circuits[circuit_id]
                 self._has_room(target)

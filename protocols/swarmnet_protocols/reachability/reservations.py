@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import cancel, in_background, within
+from swarmnet_protocols.machine.aio import cancel, in_background, loop_time, within
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.multiaddr import Multiaddr, parse_multiaddr, peer_in
 from swarmnet_protocols.net.protocol_ids import RELAY
@@ -95,7 +95,7 @@ class Reservations:
         missing = WANTED - len(self._attempts)
         if missing <= 0:
             return
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         self._pauses = {peer: pause for peer, pause in self._pauses.items() if now < pause[0] + MAX_RETRY_S}
         for address in await self._candidates():
             peer = peer_in(address)
@@ -138,6 +138,6 @@ class Reservations:
             if not self._held:
                 self._has_one.clear()
             _, pause_s = self._pauses.get(peer, (0.0, RETRY_S))
-            retry_at = asyncio.get_running_loop().time() + pause_s * random.uniform(0.5, 1.0)
+            retry_at = loop_time() + pause_s * random.uniform(0.5, 1.0)
             self._pauses[peer] = retry_at, min(2 * pause_s, MAX_RETRY_S)
         return was_held

@@ -16,7 +16,7 @@ import numpy as np
 
 from swarmnet_protocols.arrays import Array, as_float32
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
-from swarmnet_protocols.machine.aio import in_background
+from swarmnet_protocols.machine.aio import in_background, loop_time
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.typed_stream import TypedStream
@@ -154,4 +154,4 @@ class _PassRequest:
         return reply.part, payload
 
     def _moved(self) -> None:
-        self.limit.reschedule(asyncio.get_running_loop().time() + self.timing.stall_s)
+        self.limit.reschedule(loop_time() + self.timing.stall_s)

@@ -1,6 +1,5 @@
 """A ping measures the delay to a host. The host replies with its blocks, load and coordinate."""
 
-import asyncio
 import math
 import random
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.coordinates import Coordinate, read_coordinate
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -54,15 +54,14 @@ async def ping(stream: PingStream, rng: random.Random) -> Pong:
 
     Raises ``ProtocolViolation`` if the host answers another ping.
     """
-    clock = asyncio.get_running_loop().time
     nonce = rng.getrandbits(63)
-    sent_at = clock()
+    sent_at = loop_time()
     await stream.send(pb.Ping(nonce=nonce))
     pong, _ = await stream.receive()
     if pong.nonce != nonce:
         raise ProtocolViolation(f"{stream.peer} answered another ping")
     return Pong(
-        (clock() - sent_at) / 2,
+        (loop_time() - sent_at) / 2,
         pong.queue_s if 0 <= pong.queue_s < math.inf else 0.0,
         pong.cache_free if 0 <= pong.cache_free <= 1 else 1.0,
         min(pong.busy, pong.sessions / (pong.sessions + 1)) if 0 <= pong.busy <= 1 else 1.0,

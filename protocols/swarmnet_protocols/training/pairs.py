@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.codecs import Codec
@@ -58,29 +59,28 @@ class Pairs:
         ``MOST_APART`` rounds.
         """
         me, count = self._context.transport.peer_id, len(values)
-        clock = asyncio.get_running_loop().time
-        start_s = clock()
+        start_s = loop_time()
         encoded = await self._compute(lambda: self._codec.encode(values[:]))
         packed = await self._compute(lambda: PackedState.of([_WEIGHT.pack(weight), encoded]))
         await self._states.contribute(round, packed)
         found = {me: (weight, await self._compute(lambda: self._codec.decode(encoded, count)))}
         reason, received, waited = "", 0, None
         if partner is not None:
-            asked_s = clock()
+            asked_s = loop_time()
             why = "network"
             try:
                 async with asyncio.timeout(self._context.timing.deadline_s):
                     id = await self._ask(round, partner)
-                    offered_s = clock()
+                    offered_s = loop_time()
                     data = await self._fetch(partner, id, _WEIGHT.size + self._codec.max_bytes(count))
-                    why = "compute" if offered_s - asked_s > clock() - offered_s else "network"
+                    why = "compute" if offered_s - asked_s > loop_time() - offered_s else "network"
                 received = len(data)
                 found[partner.peer] = await self._compute(lambda: self._read(data, count))
             except OutOfSync:
                 raise
             except (SwarmnetError, TimeoutError) as error:
                 reason = f"averaged without {partner.peer}: {error or 'it is too slow'}"
-            waited = Wait(partner.peer, why, clock() - asked_s)
+            waited = Wait(partner.peer, why, loop_time() - asked_s)
         average, excluded = await self._compute(lambda: self._combine(found))
         sent, self._sent_bytes = (
             self._states.contributed_bytes - self._sent_bytes,
@@ -98,7 +98,7 @@ class Pairs:
             reason=reason,
             bytes_sent=sent,
             bytes_received=received,
-            wait_s=clock() - start_s,
+            wait_s=loop_time() - start_s,
             arrivals=(),
             waited=waited,
             tokens=sum(found[peer][0] for peer in contributors),

@@ -7,7 +7,6 @@ chunks to sources, repeats slow ones, and drops a source that sends wrong bytes.
 The contributions of gossip travel in the same way (``pairs.py``): a partner asks for the id.
 """
 
-import asyncio
 import hashlib
 import itertools
 import logging
@@ -20,7 +19,7 @@ from swarmnet_protocols.fetching.download import download
 from swarmnet_protocols.fetching.hedging import hedged
 from swarmnet_protocols.fetching.piece_file import PieceMemory
 from swarmnet_protocols.fetching.pieces import HASH_BYTES, PIECE_BYTES, ModelFile
-from swarmnet_protocols.machine.aio import News
+from swarmnet_protocols.machine.aio import News, loop_time
 from swarmnet_protocols.net import Buffer, PeerId, Stream, Transport
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import STATE
@@ -165,7 +164,7 @@ class StateServer:
         """Let partners wait for the contribution to ``round``, which will come ``in_s`` seconds
         from now."""
         patience_s = min(PATIENCE * in_s, MAX_PATIENCE_S)
-        self._expected = round, asyncio.get_running_loop().time() + in_s, patience_s
+        self._expected = round, loop_time() + in_s, patience_s
 
     async def contribute(self, round: int, contribution: PackedState) -> None:
         """Offer this worker's contribution to ``round``."""
@@ -178,7 +177,7 @@ class StateServer:
     async def _offer(self, round: int) -> pb.Offer:
         """Return the contribution to ``round``, or the newest one if that will not come soon."""
         expected, ready_s, patience_s = self._expected
-        late_s = ready_s + patience_s - asyncio.get_running_loop().time()
+        late_s = ready_s + patience_s - loop_time()
         if expected == round and late_s <= 2 * patience_s:
             await self._offered.until(lambda: round in self._offers, late_s)
         if not self._offers:

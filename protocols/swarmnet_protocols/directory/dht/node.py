@@ -23,6 +23,7 @@ from swarmnet_protocols.directory.dht.storage import BoundedStorage, StorageLimi
 from swarmnet_protocols.directory.host_announcements import announced_blocks
 from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, Check, dht_keys, open_record
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised, ProtocolViolation
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
@@ -130,7 +131,7 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
         keys = list(dict.fromkeys(request.keys))
         if len(keys) != len(request.keys) or len(keys) > MAX_KEYS:
             raise ProtocolViolation(f"a call names up to {MAX_KEYS} keys, each once")
-        scope, now = self.p2p.scope_of(context.remote_id), asyncio.get_running_loop().time()
+        scope, now = self.p2p.scope_of(context.remote_id), loop_time()
         size, known = 0, set[DHTID]()
         for key in map(DHTID.from_bytes, keys):
             size += self.storage.key_bytes(key)
@@ -175,7 +176,7 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
             self.lost.pop(peer_id, None)
             self.blacklist.register_success(peer_id)
         elif self.routing_table.get(peer_id=peer_id) is not None:
-            self.lost[peer_id] = asyncio.get_running_loop().time()
+            self.lost[peer_id] = loop_time()
         await super().update_routing_table(node_id, peer_id, responded)
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:

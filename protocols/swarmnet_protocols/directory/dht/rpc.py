@@ -1,6 +1,5 @@
 """hivemind's DHT calls over guarded streams: only between admitted peers."""
 
-import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from hivemind.proto import dht_pb2
 
 from swarmnet_protocols.directory.dht.contacts import Contacts, contacts_in, with_contacts
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transport
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
@@ -86,11 +86,10 @@ class GuardedP2P:
                 await send_within(stream, Message(reply), self._timing.reply_s)
 
         async def answer(request: bytes, stream: Stream) -> bytes:
-            clock = asyncio.get_running_loop().time
             peer = stream.peer
-            scope = self._transport.resources.peer(peer, clock())
-            scope.check_rate(Rate.FRAMES, MAX_WAIT_S, clock())
-            scope.charge(Rate.FRAMES, 1 + len(request) / BYTES_PER_FRAME, clock())
+            scope = self._transport.resources.peer(peer, loop_time())
+            scope.check_rate(Rate.FRAMES, MAX_WAIT_S, loop_time())
+            scope.charge(Rate.FRAMES, 1 + len(request) / BYTES_PER_FRAME, loop_time())
             if len(request) > MAX_REQUEST_BYTES[name]:
                 raise ProtocolViolation(
                     f"{name}: {len(request)} bytes, at most {MAX_REQUEST_BYTES[name]} are allowed"
@@ -112,14 +111,14 @@ class GuardedP2P:
                 encoded = with_contacts(reply.SerializeToString(), contacts)
             # ``rpc_find`` charges for its reply itself, before it collects the records.
             if not isinstance(reply, dht_pb2.FindResponse):
-                scope.charge(Rate.FRAMES, len(encoded) / BYTES_PER_FRAME, clock())
+                scope.charge(Rate.FRAMES, len(encoded) / BYTES_PER_FRAME, loop_time())
             return encoded
 
         await self._transport.serve(protocol, serve)
 
     def scope_of(self, peer: PeerID) -> Scope:
         """Return the resource scope of a peer."""
-        return self._transport.resources.peer(peer.to_base58(), asyncio.get_running_loop().time())
+        return self._transport.resources.peer(peer.to_base58(), loop_time())
 
     @property
     def origin(self) -> str:

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net.limits.rate_limit import PIECE_BYTES, TINY_BYTES, RateLimiter
 
 LIMIT = 0xFFFF_FFFD
@@ -267,7 +268,7 @@ class LimitedReader:
 def seconds_left(deadline: asyncio.Timeout) -> float:
     """Return seconds until a deadline; infinity if it is suspended."""
     until = deadline.when()
-    return math.inf if until is None else until - asyncio.get_running_loop().time()
+    return math.inf if until is None else until - loop_time()
 
 
 def _suspend(deadline: asyncio.Timeout | None) -> float:
@@ -281,4 +282,4 @@ def _suspend(deadline: asyncio.Timeout | None) -> float:
 
 def _resume(deadline: asyncio.Timeout | None, left_s: float) -> None:
     if deadline is not None and not math.isinf(left_s):
-        deadline.reschedule(asyncio.get_running_loop().time() + left_s)
+        deadline.reschedule(loop_time() + left_s)

@@ -5,6 +5,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from swarmnet_protocols.machine.aio import loop_time
+
 PIECE_BYTES = 16 << 10
 """Larger messages are sent and read in pieces of this many bytes, with small messages between the
 pieces."""
@@ -132,14 +134,14 @@ class RateLimiter:
         """Change the limit; None: no limit. Called on the loop that sends and receives."""
         rate = math.inf if bytes_per_s is None else bytes_per_s
         for bucket, share in (self._bucket, 1.0), (self._small_bucket, SMALL_SHARE):
-            bucket.set_limit(RateLimit(rate * share, rate * share * BURST_S), _now())
+            bucket.set_limit(RateLimit(rate * share, rate * share * BURST_S), loop_time())
         self._wake()
 
     def count(self, size_bytes: int) -> None:
         """Charge bytes that do not wait."""
         charged_bytes = wire_bytes(size_bytes)
         self.total_bytes += charged_bytes
-        self._bucket.spend(charged_bytes, _now())
+        self._bucket.spend(charged_bytes, loop_time())
 
     async def acquire(self, size_bytes: int, *, message_bytes: int) -> None:
         """Wait until ``size_bytes`` of a message of ``message_bytes`` may go, and charge them."""
@@ -159,16 +161,16 @@ class RateLimiter:
             self._timer = None
         while (queue := self._next()) is not None:
             size_bytes, waiting = queue[0]
-            wait_s = self._bucket.wait_s(_now())
+            wait_s = self._bucket.wait_s(loop_time())
             if queue is self._small:
-                wait_s = min(wait_s, self._small_bucket.wait_s(_now()))
+                wait_s = min(wait_s, self._small_bucket.wait_s(loop_time()))
             if wait_s > 0:
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self._wake)
                 return
             queue.popleft()
             self._small_in_a_row = self._small_in_a_row + 1 if queue is self._small else 0
             if queue is self._small:
-                self._small_bucket.spend(wire_bytes(size_bytes), _now())
+                self._small_bucket.spend(wire_bytes(size_bytes), loop_time())
             self.count(size_bytes)
             waiting.set_result(None)
 
@@ -177,7 +179,7 @@ class RateLimiter:
         for queue in (self._small, self._large):
             while queue and queue[0][1].done():  # cancelled
                 queue.popleft()
-        large_may_go = self._large and self._bucket.wait_s(_now()) == 0
+        large_may_go = self._large and self._bucket.wait_s(loop_time()) == 0
         large_first = large_may_go and self._small_in_a_row >= SMALL_PER_LARGE
         queue = self._large if large_first or not self._small else self._small
         return queue or None
@@ -198,7 +200,3 @@ class LinkLimiter:
         """Limit the forwarded bytes; 0: forward nothing."""
         self.may_relay = bytes_per_s > 0
         self.relay.set_rate(bytes_per_s or None)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

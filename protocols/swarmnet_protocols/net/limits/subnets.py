@@ -5,7 +5,6 @@ first and by peer second. An attacker with many identities in one subnet evicts 
 the only peer of another subnet keeps its streams.
 """
 
-import asyncio
 import ipaddress
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net import PeerId, Stream
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
 from swarmnet_protocols.net.limits.resources import Reservation, ResourceManager, Scope
@@ -135,7 +135,7 @@ class SubnetLimits:
 
         Raises ``ResourceLimitReached``.
         """
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         subnet = subnet_of(address)
         peer_scope = self._resources.peer(peer, now, subnet)
         peer_scope.check_rate(Rate.FRAMES, MAX_WAIT_S, now)  # a peer over its rate evicts no other

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from swarmnet_protocols.errors import PeerUnreachable
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import ResourceManager
@@ -139,7 +140,7 @@ class ConnectionGuard:
 
     def dialled(self, peer: PeerId) -> None:
         """Record that this process dialled ``peer``, which protects its connections."""
-        self._dialled[peer] = asyncio.get_running_loop().time()
+        self._dialled[peer] = loop_time()
 
     def has_dialled(self, peer: PeerId) -> bool:
         """Return whether this process dialled ``peer``, which is connected."""
@@ -165,7 +166,7 @@ class ConnectionGuard:
 
     async def _check(self) -> bool:
         """Close the connections beyond the limits. Returns whether there were any."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         connections = self._connections.update(await self._daemon.packed_connections(), now)
         connected = {each.peer_id for each in connections}
         self._dialled = {peer: at for peer, at in self._dialled.items() if peer in connected or at >= now}
@@ -191,7 +192,7 @@ class ConnectionGuard:
 
     def _must_restart(self) -> bool:
         """Tell whether the memory has been above the limit for ``RELIEF_S``."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         return self._above_since is not None and now - self._above_since >= RELIEF_S
 
     def _use(self, each: ListedConnection, now: float) -> Use:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
-from swarmnet_protocols.machine.aio import until
+from swarmnet_protocols.machine.aio import loop_time, until
 from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES, scratch_folder
 from swarmnet_protocols.machine.lean_imports import prepare_package
 from swarmnet_protocols.machine.platform import allow_open_files
@@ -277,7 +277,7 @@ class P2pd:
         p2pd answers even while the process that uses it is busy. Raises ``PeerUnreachable`` or
         ``IncompatibleVersion``.
         """
-        when = asyncio.get_running_loop().time() + within_s
+        when = loop_time() + within_s
         try:
             async with asyncio.timeout_at(when):
                 pipe = await self.open_stream(peer, _PING, deadline_s=within_s)

@@ -15,7 +15,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.machine.aio import in_background, persist
+from swarmnet_protocols.machine.aio import in_background, loop_time, persist
 from swarmnet_protocols.machine.identity_lock import identity_in_use
 from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec, ReachKind
 from swarmnet_protocols.net.dialling import Network, dialable, own_interfaces, shared_networks
@@ -229,8 +229,7 @@ class P2pdTransport:
           for late heartbeats, if bytes came within the last ``silence_s``.
         - Bytes sent to the peer may still be on their way.
         """
-        clock = asyncio.get_running_loop().time
-        asked = clock()
+        asked = loop_time()
         heard_at, silence_s = self._heard_at(peer), self._timing.silence_s
         if heard_at > asked - self._timing.alive_s:
             return True
@@ -240,7 +239,7 @@ class P2pdTransport:
             silence_s *= MAX_EXTENSION
         if await self._daemon.answers(peer, within_s=silence_s) or self._heard_at(peer) > asked:
             return True
-        return any(stream.arrives_by > clock() for stream in self.endpoint.streams_with(peer))
+        return any(stream.arrives_by > loop_time() for stream in self.endpoint.streams_with(peer))
 
     def _heard_at(self, peer: PeerId) -> float:
         """Return the loop time of the last bytes of ``peer`` on any stream; minus infinity without

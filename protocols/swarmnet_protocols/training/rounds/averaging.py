@@ -18,7 +18,7 @@ from typing import Self
 import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import News, all_of, cancel, race
+from swarmnet_protocols.machine.aio import News, all_of, cancel, loop_time, race
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
@@ -125,7 +125,7 @@ class Averager:
         between = None
         if groups:
             context = replace(context, timing=context.timing.within_groups())
-            between = partial(self._average_between, terms, asyncio.get_running_loop().time())
+            between = partial(self._average_between, terms, loop_time())
         runner = RoundRunner(terms, context, spread_s, between)
         self._latest = exchange_number
         for old in [each for each in self._runners if self._is_over(each, terms)]:
@@ -158,7 +158,7 @@ class Averager:
         there is none.
         """
         across = terms.between(index)
-        elapsed_s = asyncio.get_running_loop().time() - began_s
+        elapsed_s = loop_time() - began_s
         timing = self._context.timing.between_groups(elapsed_s)
         if timing is not None and across.find(self._context.transport.peer_id) is not None:
             task = asyncio.create_task(self._exchange_between(across, timing, mean))
@@ -196,11 +196,11 @@ class Averager:
         )
         with closing(stream):
             await stream.send(pb.ExchangeRequest(hello=terms.hello()))
-            assembly, clock = Assembly(), asyncio.get_running_loop().time
+            assembly = Assembly()
             limit, whole = terms.result_bytes(terms.count, 1), None
             while whole is None:
                 reply, part = await stream.receive()
-                whole = assembly.add(0, reply.result, part, limit, clock())
+                whole = assembly.add(0, reply.result, part, limit, loop_time())
         result = Result(whole.hash, whole.summary, whole.data)
         values = read_result(terms, 0, result, -1, None)
         named = read_summary(terms, 0, result.summary).contributors
