@@ -92,7 +92,7 @@ class Threads:
     writer: Executor
 
 
-class Stopped(Exception):
+class OpeningStopped(Exception):
     """Raised on the computing thread to end the computation of a stopped worker."""
 
 
@@ -131,7 +131,7 @@ class Opening:
 
     async def open(self) -> "Worker":
         """Return a worker that is ready to run. Raises the errors of reading the job's data and of
-        building its model, and ``Stopped`` after ``stop``."""
+        building its model, and ``OpeningStopped`` after ``stop``."""
         from swarmnet_node.training.checkpoint import CheckpointStore, Kept
         from swarmnet_node.training.pipeline.stage_choice import keep_choice
         from swarmnet_node.training.worker import Worker, WorkerDependencies
@@ -273,7 +273,7 @@ class Opening:
 
         def progress(description: str, done: int, total: int | None) -> None:
             if self._stopped.is_set():
-                raise Stopped
+                raise OpeningStopped
             self.progress(description, done, total)
 
         def tell(needs: "MemoryNeeds") -> int | None:

@@ -26,7 +26,7 @@ from swarmnet_node.training.job_store import (
     own_jobs,
     store_move,
 )
-from swarmnet_node.training.opening import Opening, Stopped, Threads, WorkerConfig
+from swarmnet_node.training.opening import Opening, OpeningStopped, Threads, WorkerConfig
 from swarmnet_protocols.errors import NetworkStopped, NotAuthorised, SwarmnetError
 from swarmnet_protocols.joining.network import connect
 from swarmnet_protocols.machine.aio import cancel, in_background, persist
@@ -162,7 +162,7 @@ class Training:
                 await self._worker.run()
                 if self._worker.next_stage is not None:
                     store_move(config.data_dir, config.job, self._worker.next_stage)
-            except Stopped:  # while the model was loading
+            except OpeningStopped:  # while the model was loading
                 pass
             finally:
                 peer.is_working = False
