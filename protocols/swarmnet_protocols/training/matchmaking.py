@@ -1,30 +1,31 @@
 """Matchmaking: forms the group of workers that average in a round.
 
-The *leader* is the worker with the lowest peer id among those believed alive. The others are its
-*followers*. A worker follows only lower peer ids than its own, and is redirected only to lower
-ones. So workers never wait for each other in a circle.
+The state at a round's start draws an order of the workers (``rosters.place_as_leader``). The
+*leader* is the first of those believed alive, the others are its *followers*. A worker follows only
+workers before itself, and is redirected only to earlier ones. So workers never wait for each other
+in a circle.
 
 1. A follower opens a stream to the leader, sends its position (round and state) and waits. The
    leader sends heartbeats.
 2. The leader waits until all expected workers have come, but at most ``timeout_s``. Meanwhile it
    probes the missing workers, and stops expecting workers that do not answer. A probe shows the
    leader's position.
-3. Two workers at the same position may both lead. A worker that hears of both tells the leader with
-   the higher peer id. That leader then follows the other, together with its followers.
+3. Two workers at the same position may both lead. A worker that hears of both tells the later one.
+   That leader then follows the other, together with its followers.
 4. Every follower gets the same roster and closes its stream.
 
 With more than ``MAX_MEMBERS`` workers, one leader would have too many streams. Workers whose peer
 ids have hashes with the same first bits are *neighbours*, and follow a leader among them. When this
-leader has its followers, it follows the leader with the lowest peer id of all, and forwards their
-requests. It sends them the roster that it gets. The first bits of a hash do not change when others
-come or go, so workers whose directories differ agree on most neighbours.
+leader has its followers, it follows the first leader of all, and forwards their requests. It sends
+them the roster that it gets. The first bits of a hash do not change when others come or go, so
+workers whose directories differ agree on most neighbours.
 
 If a job has more workers than it may have, the roster leaves some out. They are *spare*, and ask
 again.
 
-A worker that asks a follower is redirected to the follower's leader. A worker at another position
-than the leader gets the leader's position instead of a roster, and catches up (``catch_up.py``).
-The leader then expects that worker in its next group.
+A worker that asks a follower at its own position is redirected to the follower's leader. A worker
+at another position than the leader gets the leader's position instead of a roster, and catches up
+(``catch_up.py``). The leader then expects that worker in its next group.
 """
 
 import asyncio
@@ -58,6 +59,7 @@ from swarmnet_protocols.training.rosters import (
     highest_exchange_number,
     member_from_wire,
     member_to_wire,
+    place_as_leader,
     request_from_wire,
     request_to_wire,
     roster_from_wire,
@@ -161,7 +163,7 @@ class Matchmaking:
         self._followers: dict[PeerId, _Follower] = {}
         """The workers that wait here for a roster."""
         self._rival: RoundMember | None = None
-        """Another leader at this worker's position, with a lower peer id than its own leader."""
+        """Another leader at this worker's position, which comes before its own leader."""
         self._returning: dict[PeerId, RoundMember] = {}
         """Workers to expect in the next group.
 
@@ -213,13 +215,14 @@ class Matchmaking:
         mine = JoinRequest(me, self.position, measured, spent, now, self._own.coordinate)
         full = len(self._book.addresses) >= self._max_members
         others = [each for each in others if not full or each.peer in self._book.addresses]
-        others.sort(key=lambda member: member.peer)
+        others.sort(key=lambda member: self._place(member.peer))
         self._others = others
         self._bits = max(0, math.ceil(math.log2((len(others) + 1) / MAX_MEMBERS)))
         near = [each for each in others if self._is_near(each.peer)]
         far = [each for each in others if not self._is_near(each.peer)]
-        leaders = [each for each in near if each.peer < me.peer and each.peer not in self._followers]
-        expected = {each.peer: [each] for each in near if each.peer > me.peer}
+        earlier = [each for each in near if self._precedes(each.peer, me.peer)]
+        leaders = [each for each in earlier if each.peer not in self._followers]
+        expected = {each.peer: [each] for each in near if each not in earlier}
         expected |= {each.peer: [each] for each in self._returning.values()}
         self._returning, self._rival = {}, None
         round = self.position.round
@@ -254,6 +257,14 @@ class Matchmaking:
             if not answer.done() and (is_here or request.member.peer in self._forwarded):
                 answer.set_result(roster)
         self._forwarded = frozenset()
+
+    def _place(self, peer: PeerId) -> bytes:
+        """Return the place of ``peer`` in the order of leaders at this worker's position."""
+        return place_as_leader(peer, self.position.round, self.position.state if self._same_state else b"")
+
+    def _precedes(self, peer: PeerId, other: PeerId) -> bool:
+        """Return whether ``peer`` comes before ``other`` in the order of leaders."""
+        return self._place(peer) < self._place(other)
 
     def _is_near(self, peer: PeerId) -> bool:
         """Return whether ``peer`` is a neighbour."""
@@ -364,7 +375,7 @@ class Matchmaking:
             self._leader = self._redirect_to = leader
             if reply.heartbeat.HasField("leader"):
                 there = member_from_wire(reply.heartbeat.leader)
-                if there.peer < leader.peer:
+                if self._precedes(there.peer, leader.peer):
                     self._redirect_to = there
                     if redirect:
                         raise _Redirected(there)
@@ -392,7 +403,7 @@ class Matchmaking:
             stream.close()
 
     async def _until_rival_of(self, leader: PeerId) -> NoReturn:
-        """Raise ``_Redirected`` once another leader with a lower peer id is known."""
+        """Raise ``_Redirected`` once a leader that comes before ``leader`` is known."""
         async with self._changed:
             while self._rival is None or not self._outranks(self._rival.peer, leader):
                 await self._changed.wait()
@@ -404,7 +415,9 @@ class Matchmaking:
 
         A worker that follows a neighbour, or waits for neighbours, stays with them.
         """
-        return rival < leader and (self._is_near(rival) or not self._is_near(leader) or self._waits_for_far)
+        return self._precedes(rival, leader) and (
+            self._is_near(rival) or not self._is_near(leader) or self._waits_for_far
+        )
 
     async def _request_roster(self, stream: _ToLeader, mine: JoinRequest) -> Roster:
         book = self._book
@@ -445,13 +458,13 @@ class Matchmaking:
         await self._gather(mine, near, self._timeout_s / 2 if far else self._timeout_s)
         self._waits_for_far = True
         try:
-            if lower := [each for each in far if each.peer < mine.member.peer]:
-                roster = await self._follow_first(lower, mine)
+            if first := [each for each in far if self._precedes(each.peer, mine.member.peer)]:
+                roster = await self._follow_first(first, mine)
                 if roster is not None:
                     return roster
             heads: dict[int, list[RoundMember]] = {}
             for each in far:
-                if each.peer > mine.member.peer:
+                if self._precedes(mine.member.peer, each.peer):
                     heads.setdefault(self._prefix(each.peer), []).append(each)
             await self._gather(mine, heads, self._timeout_s)
         finally:
@@ -585,9 +598,7 @@ class Matchmaking:
         try:
             await self._dismiss_out_of_sync()
             roster = await race(
-                stream.send_heartbeats(
-                    self._timing.matchmaking_heartbeat_s, partial(self._heartbeat, stream.peer)
-                ),
+                stream.send_heartbeats(self._timing.matchmaking_heartbeat_s, partial(self._heartbeat, join)),
                 self._until_it_ends(stream),
                 answer,
             )
@@ -625,9 +636,11 @@ class Matchmaking:
         book = self._book.addresses
         return len(book) >= self._max_members and peer not in book
 
-    def _heartbeat(self, follower: PeerId) -> pb.MatchmakingReply:
-        leads = self._redirect_to is None or follower in self._forwarded
-        leader = None if leads or self._redirect_to is None else member_to_wire(self._redirect_to)
+    def _heartbeat(self, follower: JoinRequest) -> pb.MatchmakingReply:
+        there, stays = self._redirect_to, follower.member.peer in self._forwarded
+        leader = None
+        if there is not None and not stays and self._is_here(follower.position):
+            leader = member_to_wire(there)
         return pb.MatchmakingReply(heartbeat=pb.LeaderHeartbeat(leader=leader))
 
     async def _until_it_ends(self, stream: _ToFollower) -> NoReturn:
@@ -643,8 +656,8 @@ class Matchmaking:
         reply.position.coordinate.extend(self._own.coordinate.numbers())
         reply.position.full = self._has_no_place(peer)
         if request.state and self._is_here(WorkerPosition(request.round, request.state)):
-            if (lower := await self._hear_of(prober)) is not None:
-                reply.position.leader.CopyFrom(member_to_wire(lower))
+            if (first := await self._hear_of(prober)) is not None:
+                reply.position.leader.CopyFrom(member_to_wire(first))
         elif request.state and request.round <= self.position.round:
             self._expect(prober)
         return reply
@@ -655,18 +668,16 @@ class Matchmaking:
             self._returning[member.peer] = member
 
     async def _hear_of(self, leader: RoundMember) -> RoundMember | None:
-        """Follow ``leader`` if its peer id is lower than the present leader's.
-
-        ``leader`` is at this worker's position. If the present leader's peer id is lower, returns
-        the present leader.
+        """Follow ``leader``, which is at this worker's position, if it comes before the present
+        leader. Otherwise return the present leader.
         """
         present = self._leader
         if present is None:
             return None
-        if leader.peer < present.peer:
+        if self._precedes(leader.peer, present.peer):
             self._rival = leader
             await self._changed.tell()
-        return present if present.peer < leader.peer else None
+        return present if self._precedes(present.peer, leader.peer) else None
 
     async def _dismiss_out_of_sync(self) -> None:
         """Send this worker's position to followers at other positions.

@@ -180,6 +180,16 @@ class AddressBook:
 NO_ADDRESSES = AddressBook.of(())
 
 
+def place_as_leader(peer: PeerId, round: int, state: bytes) -> bytes:
+    """Return the place of ``peer`` in the order of leaders of a round that starts from ``state``.
+
+    The lowest place leads. The state is the outcome of the last round, so nobody can choose a peer
+    id that leads. Each round has another leader: a leader that leaves an honest worker out does so
+    in few rounds.
+    """
+    return hashlib.sha256(b"%d/%b/%b" % (round, state, peer.encode())).digest()
+
+
 def next_exchange_number(round: int, seen: int) -> int:
     """Return the lowest exchange number of ``round`` above ``seen``."""
     return max(round * EXCHANGES_PER_ROUND, seen) + 1

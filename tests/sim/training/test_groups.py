@@ -50,7 +50,7 @@ def test_workers_of_several_groups_hold_one_state(method: str, tmp_path: Path) -
 
 
 def test_a_spare_takes_the_place_of_a_worker_that_leaves(tmp_path: Path) -> None:
-    names = ["ada", "ben", "cyd", "dan"]
+    names = ["lea", "ben", "cyd", "dan"]
 
     def watch(name: str, event: dict[str, Any]) -> None:
         if event["event"] == "spare" and not crashed:

@@ -72,6 +72,34 @@ def test_of_two_leaders_the_lower_peer_id_gets_both_groups() -> None:
     simulate(4, scenario)
 
 
+def by_peer_id(patch: Patch) -> None:
+    patch.setattr(matchmaking, "place_as_leader", lambda peer, *_: peer.encode())
+
+
+@defence("no worker leads every round", off=by_peer_id)
+def test_a_liar_leaves_a_mate_out_of_few_rounds() -> None:
+    """It has the lowest peer id, and leaves the mate out whenever it leads."""
+    missed: list[int] = []
+
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        liar, mate, *others = workers
+        ready = liar.matchmaking._ready
+        liar.matchmaking._ready = lambda mine: {  # type: ignore[method-assign]
+            peer: each for peer, each in ready(mine).items() if peer != mate.member.peer
+        }
+        for round in range(12):
+            async with cancelled(mate.gather(workers, round=round)):
+                roster, *_rest = await asyncio.gather(
+                    liar.gather([liar, *others], round=round),
+                    *(each.gather(workers, round=round) for each in others),
+                )
+            if mate.member.peer not in names(roster):
+                missed.append(round)
+
+    simulate(4, scenario)
+    assert 0 < len(missed) <= 5, "about every fourth round"
+
+
 async def believe_one(*_: object) -> bool:
     return True
 

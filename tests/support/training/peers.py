@@ -12,7 +12,7 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.matchmaking import Matchmaking
-from swarmnet_protocols.training.rosters import Roster
+from swarmnet_protocols.training.rosters import Roster, place_as_leader
 from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.training.state_transfer import StateServer
 from tests.support.network.memory_network import LinkProfile, MemoryNetwork
@@ -20,10 +20,16 @@ from tests.support.network.virtual_time import run
 
 T = TypeVar("T")
 JOB = b"j" * 32
-START = b"s" * 32
 TIMING = Timing()
 TIMEOUT_S = 10.0
-AT_START = WorkerPosition(3, START)
+_PEERS = sorted(Identity.from_seed(bytes([seed])).peer_id for seed in range(4))
+AT_START = next(
+    position
+    for position in (WorkerPosition(3, bytes([number]) * 32) for number in range(256))
+    if sorted(_PEERS, key=lambda peer: place_as_leader(peer, position.round, position.state)) == _PEERS
+)
+"""A position at which four workers lead in the order of their peer ids."""
+START = AT_START.state
 
 
 def names(roster: Roster) -> list[PeerId]:

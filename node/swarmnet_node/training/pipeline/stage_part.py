@@ -37,6 +37,9 @@ T = TypeVar("T")
 LOOK_S = 5.0
 """Seconds between two looks at the stages, while a worker waits for other stages. With less, it
 asks its stage too often. With more, it notices late that the stage has gone on without it."""
+FEW_MATES = 2
+"""Other workers of its stage that a worker asks in a look. With more, a large stage has more
+messages. With less, two workers that lag notice it later."""
 HAND_OVER_S = 180.0
 """Seconds that the only worker of a stage waits until another one has its state. With more, its
 owner waits longer for a worker that may never come. With less, a large state is not copied in
@@ -206,12 +209,12 @@ class StagePart:
         workers = self.pipeline.job.workers
         await self.keeper.workers.refresh(at_once=not waited)
         await workers.refresh()
-        mates = await self.keeper.matchmaking.positions(self.keeper.workers.alive())
+        mates = await self._mates(round)
         view = StagesView(
             round=round,
             has_trained=self.keeper.replica.revision > 0,
             waited=waited,
-            mates=[each.round for each in mates.values()],
+            mates=mates,
             job_round=job_round(
                 [[each.position.round for each in at if each.trains] for at in workers.records], self.stage
             ),
@@ -226,6 +229,20 @@ class StagePart:
             now = job_round([[each.round for each in at.values()] for at in there], self.stage)
             decision = decide(replace(view, job_round=now, copies=[each.position for each in self._copies()]))
         return decision
+
+    async def _mates(self, round: int) -> list[int]:
+        """Return the rounds of this stage's other workers that answer.
+
+        A few are asked. If one of them is ahead or silent, all are.
+        """
+        ask, mates = self.keeper.matchmaking.positions, self.keeper.workers.alive()
+        few = self.pipeline.job.standing.rng.sample(mates, min(FEW_MATES, len(mates)))
+        found = await ask(few)
+        if len(few) < len(mates) and (
+            len(found) < len(few) or any(each.round > round for each in found.values())
+        ):
+            found = await ask(mates)
+        return [each.round for each in found.values()]
 
     async def _others(self, stage: int) -> dict[PeerId, WorkerPosition]:
         """Return the positions of the workers of another stage."""
