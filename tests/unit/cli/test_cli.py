@@ -22,7 +22,7 @@ import typer
 
 from swarmnet import cli
 from swarmnet.cli.commands import run
-from swarmnet.cli.failures import explain
+from swarmnet.cli.failures import EXIT_INTERRUPTED, explain
 from swarmnet.cli.peer_options import ClientOptions
 from swarmnet.paths import locked_data_dir
 from swarmnet_node.loading import block_speed
@@ -333,6 +333,21 @@ def test_one_look_at_a_swarm_tells_jobs_from_unknown_models(
             client.resolve(name, network, lambda *_: None)
     assert caught.value.hint == "the swarm has trunk"
     assert len(looks) == 2
+
+
+def test_a_stopped_batch_says_what_it_has_and_how_it_goes_on(
+    swarm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(answering: Any) -> None:
+        answering.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("swarmnet.cli.endpoint.batch.run_until_stopped", stopped)
+    monkeypatch.setattr(ClientOptions, "resolve", lambda *_: None)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    arguments = [str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out"), "--bootstrap", PEER]
+    assert cli.execute(["batch", *arguments, "--swarm", swarm]) == EXIT_INTERRUPTED
+    assert "stopped with 0 of 2 answers: the same command continues" in capsys.readouterr().err
 
 
 def test_a_prompt_of_any_size_is_not_read_into_memory(
