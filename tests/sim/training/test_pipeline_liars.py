@@ -249,6 +249,15 @@ def test_a_sending_that_was_replaced_changes_nothing(inputs: bytes | None, sent:
     assert (kept.inputs, kept.sent) == (b"new", 2)
 
 
+def test_inputs_without_a_hash_get_it_when_they_come_again() -> None:
+    kept, name = KeptMicrobatch(), bytes(32)
+    kept.take(b"same", b"", 1)
+    assert not kept.knows(name, 2)
+    kept.take(b"same", name, 2)
+    kept.take(b"same", b"", 3)
+    assert kept.knows(name, 4)
+
+
 def forget_accusations(patch: Patch) -> None:
     patch.setattr(Receipt, "is_accused", lambda *_: False)
 

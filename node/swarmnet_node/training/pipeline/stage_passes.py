@@ -107,7 +107,8 @@ class KeptMicrobatch:
         self._check(sent, is_same=is_same)
         self.sent = sent
         if not is_same:
-            self.inputs, self.inputs_hash, self.rest, self.passed = inputs, inputs_hash, None, None
+            self.inputs, self.inputs_hash, self.rest, self.passed = inputs, b"", None, None
+        self.inputs_hash = inputs_hash or self.inputs_hash
 
     def _check(self, sent: int, *, is_same: bool) -> None:
         if self.inputs is not None and (sent < self.sent or (sent == self.sent and not is_same)):
