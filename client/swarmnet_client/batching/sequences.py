@@ -35,7 +35,7 @@ from swarmnet_client.model.grammar import BadGrammar
 from swarmnet_client.model.head import LmHead
 from swarmnet_client.model.sampling import Draw, Sampling, Token
 from swarmnet_protocols.arrays import Array
-from swarmnet_protocols.machine.aio import loop_time, race
+from swarmnet_protocols.machine.aio import loop_time, race, within
 from swarmnet_protocols.session.arrays import split
 from swarmnet_protocols.session.steps import Row
 
@@ -473,9 +473,5 @@ class SequenceGroup:
     async def _idle(self) -> None:
         while not self._is_closing or self.answers:
             self._left.clear()
-            try:
-                async with asyncio.timeout(self._idle_s):
-                    await self._left.wait()
-            except TimeoutError:
-                if not self.answers:
-                    return
+            if not await within(self._idle_s, self._left.wait()) and not self.answers:
+                return

@@ -444,10 +444,7 @@ class Engine:
         until = loop_time() + self._forward_s
         while delay_s := self._delay_s():
             self._wake.clear()
-            try:
-                async with asyncio.timeout(min(delay_s, until - loop_time())):
-                    await self._wake.wait()
-            except TimeoutError:
+            if not await within(min(delay_s, until - loop_time()), self._wake.wait()):
                 return
 
     def _delay_s(self) -> float:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
-from swarmnet_protocols.machine.aio import loop_time, until
+from swarmnet_protocols.machine.aio import loop_time, until, within
 from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES, scratch_folder
 from swarmnet_protocols.machine.lean_imports import prepare_package
 from swarmnet_protocols.machine.platform import allow_open_files
@@ -191,10 +191,7 @@ class P2pd:
             self._lifeline.writer.close()
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
-        try:
-            async with asyncio.timeout(_SHUTDOWN_S):
-                await self.process.wait()
-        except TimeoutError:
+        if not await within(_SHUTDOWN_S, self.process.wait()):
             self.process.kill()
             await self.process.wait()
         if self._output is not None:
