@@ -16,9 +16,10 @@ count what passes through them, and ``ended`` tells them that this origin's roun
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ from swarmnet_protocols.training.pipeline.chains import (
     MAX_OPEN,
     OPEN_HERE,
     OPEN_PER_WORKER,
-    Chains,
+    StageDraws,
     part_of,
 )
 from swarmnet_protocols.training.pipeline.ledger import (
@@ -89,20 +90,26 @@ class _Step:
         self,
         round: int,
         numbers: range,
+        total: int = 1,
         *,
         is_evaluated: bool = True,
         has_books: bool = True,
         is_evaluation: bool = False,
     ) -> None:
-        """``numbers``: this origin's part of the microbatches of all origins. ``has_books`` False:
-        workers count what passes through them, and the ledger is empty."""
+        """``numbers``: this origin's part of the ``total`` microbatches of all origins.
+
+        ``has_books`` False: workers count what passes through them, and the ledger is empty.
+        """
         self.round = round
         self.numbers = numbers
+        self.total = total
         self.has_books = has_books
         self.is_evaluation = is_evaluation
         self.losses: dict[int, float] = {}
         """The summed losses of an evaluation, by number."""
         self.ledger = MicrobatchLedger()
+        self.draws: dict[int, StageDraws] = {}
+        """The draws of each stage's workers, from the first microbatch on."""
         self.used: set[tuple[int, PeerId]] = set()
         """Stages and workers that computed a microbatch."""
         self.begin({})
@@ -110,7 +117,8 @@ class _Step:
         self.committed: set[int] = set()
         self.is_evaluated = is_evaluated
         """False until an evaluation after the round has ended."""
-        self.told: dict[tuple[int, PeerId], asyncio.Task[None]] = {}
+        self.tasks: dict[tuple[object, int, PeerId], asyncio.Task[None]] = {}
+        """Conversations with workers of each stage, and replacements of workers."""
         self.audits: list[asyncio.Task[None]] = []
         self.states: dict[int, dict[PeerId, bytes]] = {}
         """The state that each worker of a stage computed with."""
@@ -121,6 +129,10 @@ class _Step:
         self.batches = batches
         self.begun = {number: KeptMicrobatch() for number in batches}
         self.home = {number: KeptMicrobatch() for number in batches}
+
+    async def close(self) -> None:
+        """End all conversations."""
+        await cancel(*self.tasks.values(), *self.audits)
 
 
 class MicrobatchOrigin:
@@ -147,7 +159,6 @@ class MicrobatchOrigin:
         self._turns = turns
         self._compute = turns.compute
         self._client = client
-        self._chains = Chains()
         self._steps: dict[int, _Step] = {}
         self._evaluation: _Step | None = None
         self._missing: tuple[int, int] | None = None
@@ -157,7 +168,7 @@ class MicrobatchOrigin:
 
     async def originate(self, round: int, slot: int) -> None:
         """Bring this worker's part of a round home. All workers then confirm what they count."""
-        step = await self._begin(_Step(round, self._numbers(slot), is_evaluated=not self._is_due(round)))
+        step = await self._begin(round, slot)
         await self._bring_all_home(step, 0)
         await step.news.until(lambda: step.ledger.is_confirmed)
         tokens = sum(step.ledger.tokens.values())
@@ -172,9 +183,7 @@ class MicrobatchOrigin:
         """Take the inner steps [first, end) of a round, each with the microbatches of a batch."""
         step, report = self._steps.get(round), NO_STEPS
         if step is None or not first:
-            step = await self._begin(
-                _Step(round, self._numbers(slot), is_evaluated=not self._is_due(round), has_books=False)
-            )
+            step = await self._begin(round, slot, has_books=False)
         for number in range(first, end):
             await self._bring_all_home(step, number)
             tokens = sum(map(target_count, step.batches.values()))
@@ -192,7 +201,7 @@ class MicrobatchOrigin:
         for stage in range(1, self._job.stages):
             for peer in self._workers.of(stage):
                 if me in electors(round, peer, origins, TELLERS):
-                    self._tell(step, stage, peer)
+                    self._start(self._tell, step, stage, peer)
         if step.has_books:
             self._electors = end.origins or self._electors
         await step.news.tell()
@@ -216,7 +225,10 @@ class MicrobatchOrigin:
 
     async def _evaluate(self, round: int, place: int, origins: int, most_s: float) -> tuple[float, int]:
         held_out = await self._compute(lambda: self._passes.trainer.held_out(place, origins))
-        step = self._evaluation = _Step(round, NO_NUMBERS, has_books=False, is_evaluation=True)
+        numbers = range(place * len(held_out), (place + 1) * len(held_out))
+        step = self._evaluation = _Step(
+            round, numbers, origins * len(held_out), has_books=False, is_evaluation=True
+        )
         step.begin({number: batch for number, (_, batch) in enumerate(held_out)})
 
         async def send(number: int) -> None:
@@ -248,8 +260,7 @@ class MicrobatchOrigin:
 
     async def close(self) -> None:
         """End all conversations."""
-        steps = self._steps.values()
-        await cancel(*(task for step in steps for task in (*step.told.values(), *step.audits)))
+        await all_of(*(step.close() for step in self._steps.values()))
 
     def home(self, id: MicrobatchId) -> tuple[KeptMicrobatch, torch.Tensor] | None:
         """Return what is kept of an own microbatch that comes home, and its tokens."""
@@ -267,15 +278,25 @@ class MicrobatchOrigin:
 
     # ---- microbatches -------------------------------------------------------------------------
 
-    def _numbers(self, slot: int) -> range:
-        """Return this origin's part of the next round, among the microbatches of all slots."""
+    def _part(self, slot: int) -> tuple[range, int]:
+        """Return this origin's part of the next round, and the number of all microbatches."""
         if slot >= len(self.batches_s):
-            return range(slot * self._batch, (slot + 1) * self._batch)
-        return part_of(self.batches_s, slot, self._batch)
+            origins = max(slot, len(self._workers.of(0))) + 1
+            return range(slot * self._batch, (slot + 1) * self._batch), origins * self._batch
+        return part_of(self.batches_s, slot, self._batch), len(self.batches_s) * self._batch
 
-    async def _begin(self, step: _Step) -> _Step:
-        await self._forget(step.round)
-        self._steps[step.round] = step
+    async def _begin(self, round: int, slot: int, *, has_books: bool = True) -> _Step:
+        """Begin this origin's part of a round.
+
+        Drop earlier rounds that are over, and later ones: they began from a state that is gone.
+        """
+        for old, before in list(self._steps.items()):
+            if old >= round or self._is_committed(before) or old < round - 1:
+                del self._steps[old]
+                await before.close()
+        is_due = (round + 1) % self._job.every_rounds == 0
+        step = _Step(round, *self._part(slot), is_evaluated=not is_due, has_books=has_books)
+        self._steps[round] = step
         await self._compute(self._passes.restart)
         return step
 
@@ -288,9 +309,9 @@ class MicrobatchOrigin:
         await asyncio.gather(*step.audits)
         for stage, states in list(step.states.items()):
             for peer in [each for each in states if is_odd(states, each) or each in self._standing.excluded]:
-                await self._spawn(step, stage, peer, set(step.ledger.listed(peer)))
+                await self._start(self._replace, step, stage, peer)
         for stage, peer in step.used:
-            self._tell(step, stage, peer)
+            self._start(self._tell, step, stage, peer)
 
     async def _all_of(self, step: _Step, bring: Callable[[int], Awaitable[None]]) -> None:
         """Bring all microbatches of a step home, a few at a time."""
@@ -332,7 +353,7 @@ class MicrobatchOrigin:
         blamed: dict[PeerId, PeerId] = {}
         job, begun = self._job.id, step.begun[number]
         while True:
-            chain = await self._complete(step.round, chain)
+            chain = await self._complete(step, number, chain)
             addresses = self._workers.addresses(1, chain[0])
             begun.sent += 1
             sent = Microbatch(id, 1, chain, tokens, step.is_evaluation, begun.sent)
@@ -396,34 +417,41 @@ class MicrobatchOrigin:
             return
         if self._accusations.accuse(accuser, accused, self._workers.of(stage)):
             self._standing.exclude(accused)
-            self._spawn(step, stage, accused, set(step.ledger.listed(accused)))
+            self._start(self._replace, step, stage, accused)
 
     # ---- chains -------------------------------------------------------------------------------
 
-    async def _complete(self, round: int, chain: tuple[PeerId, ...]) -> tuple[PeerId, ...]:
-        """Return ``chain`` with a worker in each empty place."""
+    async def _complete(self, step: _Step, number: int, chain: tuple[PeerId, ...]) -> tuple[PeerId, ...]:
+        """Return the ``chain`` of a microbatch with a worker in each empty place."""
         places = list(chain or [PeerId("")] * (self._job.stages - 1))
-        began_s = self._now()
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
         while "" in places:
             index = places.index(PeerId(""))
             candidates = self._workers.candidates(index + 1)
             if free := [each for each in candidates if each not in places]:
-                places[index] = self._chains.choose(
-                    {each: self._workers.batch_s(index + 1, each) for each in free}
-                )
+                places[index] = self._choose(step, number, index + 1, free)
             else:
                 # A worker that moved here has left its place in another stage.
                 places = [PeerId("") if each in candidates else each for each in places]
-                if not self._workers.of(index + 1) and self._now() > began_s + MISSING_S:
-                    self._tell_missing(round, index + 1)
+                missing = step.round, index + 1
+                is_told = self._missing == missing or self._workers.of(index + 1)
+                if not is_told and clock() > began_s + MISSING_S:
+                    self._missing = missing
+                    self._standing.emit("stage_missing", round=step.round, missing=index + 1)
                 await asyncio.sleep(RETRY_S)
                 await self._workers.refresh(RETRY_S)
         return tuple(places)
 
-    def _tell_missing(self, round: int, stage: int) -> None:
-        if self._missing != (round, stage):
-            self._missing = round, stage
-            self._standing.emit("stage_missing", round=round, missing=stage)
+    def _choose(self, step: _Step, number: int, stage: int, free: Iterable[PeerId]) -> PeerId:
+        """Return the worker of a stage for a microbatch, another one than has computed it."""
+        workers = {peer: self._workers.batch_s(stage, peer) for peer in self._workers.of(stage)}
+        if stage not in step.draws:
+            seed = f"{step.round}/{stage}"
+            step.draws[stage] = StageDraws(step.numbers, step.total, workers, seed)
+        replaced = step.ledger.chains.get(number, ())[stage - 1 : stage]
+        others = [peer for peer in free if peer not in replaced] or free
+        return step.draws[stage].choose({peer: workers[peer] for peer in others}, self._standing.rng)
 
     def _without(
         self, chain: tuple[PeerId, ...], failed: StageFailed, blamed: dict[PeerId, PeerId]
@@ -448,14 +476,23 @@ class MicrobatchOrigin:
 
     # ---- the end of a round -------------------------------------------------------------------
 
-    def _tell(self, step: _Step, stage: int, peer: PeerId) -> None:
-        """Keep a conversation about a round with a worker, unless there is one."""
-        task = step.told.get((stage, peer))
+    def _start(
+        self,
+        work: Callable[..., Coroutine[Any, Any, None]],
+        step: _Step,
+        stage: int,
+        peer: PeerId,
+        *rest: Any,
+    ) -> asyncio.Task[None]:
+        """Start ``work`` about a worker of a stage, unless it is under way. Return its task."""
+        task = step.tasks.get((work, stage, peer))
         if task is None or task.done():
             name = f"step {step.round} of {peer}"
-            step.told[stage, peer] = asyncio.create_task(self._keep_told(step, stage, peer), name=name)
+            task = asyncio.create_task(work(step, stage, peer, *rest), name=name)
+            step.tasks[work, stage, peer] = task
+        return task
 
-    async def _keep_told(self, step: _Step, stage: int, peer: PeerId) -> None:
+    async def _tell(self, step: _Step, stage: int, peer: PeerId) -> None:
         """Tell a worker about a round until its stage has committed it.
 
         Replace it if it fails. It is told again, because it may come back and miss the round's end.
@@ -466,7 +503,7 @@ class MicrobatchOrigin:
             except SwarmnetError as error:
                 _log.debug("round %d: %s of stage %d is lost: %s", step.round, peer, stage, error)
                 self._workers.avoid(peer, busy=False)
-                await self._replace(step, stage, peer, set(step.ledger.listed(peer)))
+                await self._replace(step, stage, peer)
                 await asyncio.sleep(RETELL_S)
 
     async def _tell_once(self, step: _Step, stage: int, peer: PeerId) -> None:
@@ -513,11 +550,11 @@ class MicrobatchOrigin:
                         step.ledger.confirm(peer, answered, missing)
                         await step.news.tell()
                         if missing:
-                            self._spawn(step, stage, peer, missing)
+                            self._start(self._replace, step, stage, peer, missing)
                     case "attempt":
                         contributors = peers_from_wire(reply.attempt.contributors)
                         for absent in sorted(step.ledger.absent(stage, contributors)):
-                            self._spawn(step, stage, absent, set(step.ledger.listed(absent)))
+                            self._start(self._replace, step, stage, absent)
                     case "committed":
                         step.committed.add(stage)
                         await step.news.tell()
@@ -526,15 +563,14 @@ class MicrobatchOrigin:
 
         await race(hear(), say())
 
-    def _spawn(self, step: _Step, stage: int, peer: PeerId, numbers: set[int]) -> asyncio.Task[None]:
-        key = -stage, peer
-        if (before := step.told.get(key)) is None or before.done():
-            step.told[key] = asyncio.create_task(self._replace(step, stage, peer, numbers))
-        return step.told[key]
+    async def _replace(
+        self, step: _Step, stage: int, peer: PeerId, numbers: Collection[int] | None = None
+    ) -> None:
+        """Have other workers of its stage compute microbatches that ``peer`` does not count.
 
-    async def _replace(self, step: _Step, stage: int, peer: PeerId, numbers: set[int]) -> None:
-        """Have other workers of its stage compute microbatches that ``peer`` does not count."""
-        for number in sorted(numbers):
+        ``numbers`` None: all that are listed to it.
+        """
+        for number in sorted(step.ledger.listed(peer) if numbers is None else numbers):
             chain = step.ledger.chains[number]
             if stage in step.committed or chain[stage - 1] != peer:
                 continue
@@ -544,22 +580,8 @@ class MicrobatchOrigin:
             gradient, _ = await self._travel(step, number, tuple(places), begun.outputs)
             await self._turns.run(partial(self._passes.finish, begun, gradient))
             for index, worker in enumerate(step.ledger.chains[number]):
-                self._tell(step, index + 1, worker)
+                self._start(self._tell, step, index + 1, worker)
             await step.news.tell()
-
-    def _is_due(self, round: int) -> bool:
-        return (round + 1) % self._job.every_rounds == 0
 
     def _is_committed(self, step: _Step) -> bool:
         return step.is_evaluated and len(step.committed) == self._job.stages - 1
-
-    async def _forget(self, round: int) -> None:
-        """Drop earlier rounds that are over, and later ones: they began from a state that is
-        gone."""
-        for old, step in list(self._steps.items()):
-            if old >= round or self._is_committed(step) or old < round - 1:
-                del self._steps[old]
-                await cancel(*step.told.values(), *step.audits)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()

@@ -1,12 +1,21 @@
 """The choice of a microbatch's workers, one of each stage, and of an origin's microbatches. Pure.
 
-Both follow the seconds that each worker announces for a batch. For each stage, an origin draws by
-smooth weighted round robin (as in nginx): every worker earns its rate with each microbatch. The
-worker with the most chosen pays the sum. So a worker of twice the speed gets two microbatches of
-three, and never two bursts in a row.
+Both follow the seconds that each worker announces for a batch. In each round, the workers of a
+stage lie on a circle, in a drawn order that is the same for all origins. A worker's arc is as long
+as its rate. All microbatches of the round lie on the same circle, so every worker gets its share of
+them. Each origin uses a few workers of a stage, however many there are.
+
+An origin takes its workers by smooth weighted round robin (as in nginx): every worker earns its
+share with each microbatch. The worker with the most chosen pays the sum. So a worker of twice the
+share gets two microbatches of three, and never two bursts in a row.
 """
 
+import random
+from bisect import bisect
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from itertools import accumulate
 from statistics import median_low
 
 from swarmnet_protocols.net import PeerId
@@ -24,6 +33,10 @@ workers wait. With more, every worker keeps more graphs."""
 OPEN_HERE = 4
 """Microbatches that an origin has under way in addition, because it computes some itself. With
 fewer, a slow origin ends last. With more, every worker keeps more graphs."""
+
+WAYS = 3
+"""Arcs of a stage's circle from which an origin takes workers. With fewer, an origin cannot tell
+which worker has another state than its stage. With more, origins hold more conversations."""
 
 
 def rates(batches_s: Sequence[float]) -> list[float]:
@@ -51,20 +64,29 @@ def part_of(batches_s: Sequence[float], slot: int, batch: int) -> range:
     return range(*bounds)
 
 
-class Chains:
-    """Chooses workers by announced speed."""
+class StageDraws:
+    """One origin's draws of workers of a stage, in one round."""
 
-    def __init__(self) -> None:
-        self._credit: dict[PeerId, float] = {}
+    def __init__(self, part: range, total: int, workers: Mapping[PeerId, float], seed: str) -> None:
+        """``part``: the origin's microbatches, among the ``total`` of all origins.
 
-    def choose(self, workers: Mapping[PeerId, float]) -> PeerId:
-        """Return the worker for the next microbatch. Raises ``ValueError`` if there is none.
-
-        ``workers``: the seconds that a batch takes each worker of a stage, 0 if unknown.
+        ``workers``: the seconds that a batch takes each worker of the stage, 0 if unknown. ``seed``
+        draws their order.
         """
-        weights = rates(list(workers.values()))
-        for peer, weight in zip(workers, weights, strict=True):
-            self._credit[peer] = self._credit.get(peer, 0.0) + weight / sum(weights)
-        chosen = max(sorted(workers), key=lambda peer: self._credit[peer])
-        self._credit[chosen] -= 1.0
-        return chosen
+        order = sorted(workers, key=lambda peer: sha256(f"{seed}/{peer}".encode()).digest())
+        *ends, whole = accumulate(rates([workers[peer] for peer in order]))
+        places = [(number + 0.5) / total + way / WAYS for way in range(WAYS) for number in part]
+        self.shares = Counter(order[bisect(ends, place % 1 * whole)] for place in places)
+        self._credit = dict.fromkeys(self.shares, 0)
+
+    def choose(self, free: Mapping[PeerId, float], rng: random.Random) -> PeerId:
+        """Return the worker for the next microbatch.
+
+        ``free``: the seconds of the workers that may get it. If the drawn worker is not among
+        them, any of them takes its place.
+        """
+        for peer, share in self.shares.items():
+            self._credit[peer] += share
+        drawn = max(self._credit, key=self._credit.__getitem__)
+        self._credit[drawn] -= self.shares.total()
+        return drawn if drawn in free else rng.choices(list(free), rates(list(free.values())))[0]

@@ -1,8 +1,11 @@
 """Microbatches by name, the books of a round, and the choice of chains."""
 
+import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.pipeline import chains, microbatches, step_streams
-from swarmnet_protocols.training.pipeline.chains import MOST_BATCHES, Chains, part_of
+from swarmnet_protocols.training.pipeline.chains import MOST_BATCHES, WAYS, StageDraws, part_of
 from swarmnet_protocols.training.pipeline.ledger import (
     MAX_ATTEMPTS,
     Accounts,
@@ -254,20 +257,47 @@ def test_a_stage_commits_all_tokens_or_fewer_at_last() -> None:
     assert [lacking(tokens, MAX_ATTEMPTS) for tokens in (-1, 9, 10, 11)] == [None, 1, 0, None]
 
 
-def test_chains_follow_speed() -> None:
-    drawer, batches_s = Chains(), {FIRST: 1.0, SECOND: 0.5, OTHER: 0.0}
-    drawn = [drawer.choose(batches_s) for _ in range(90)]
-    assert Counter(drawn) == {FIRST: 20, OTHER: 30, SECOND: 40}
-    assert all(drawn[start : start + 3] != [SECOND] * 3 for start in range(88))
+def drawn(batches_s: Mapping[PeerId, float], parts: Sequence[range]) -> list[list[PeerId]]:
+    """The workers of a stage that each origin draws, for one microbatch after another."""
+    rng, found = random.Random(0), list[list[PeerId]]()
+    for part in parts:
+        draws = StageDraws(part, parts[-1].stop, batches_s, "7/1")
+        found.append([draws.choose(batches_s, rng) for _ in part])
+    return found
+
+
+def test_origins_together_follow_speed() -> None:
+    batches_s, parts = {FIRST: 1.0, SECOND: 0.5, OTHER: 0.0}, [range(100), range(100, 130), range(130, 180)]
+    found = drawn(batches_s, parts)
+    counts = Counter(chain.from_iterable(found))
+    assert counts == pytest.approx({FIRST: 40, OTHER: 60, SECOND: 80}, abs=3)
+    for each in found:  # without bursts
+        for worker, count in Counter(each).items():
+            assert each[: len(each) // 2].count(worker) == pytest.approx(count / 2, abs=1)
+
+
+@pytest.mark.parametrize(("count", "batch"), [(12, 64), (60, 64), (60, 2)])
+def test_an_origin_uses_few_workers_of_a_large_stage(count: int, batch: int) -> None:
+    peers = [Identity.from_seed(bytes([number])).peer_id for number in range(count)]
+    parts = [range(batch * number, batch * (number + 1)) for number in range(count)]
+    found = drawn(dict.fromkeys(peers, 1.0), parts)
+    assert all(min(WAYS, batch) <= len(set(each)) <= 2 * WAYS for each in found)
+    assert Counter(chain.from_iterable(found)) == pytest.approx(dict.fromkeys(peers, batch), abs=2)
+
+
+def test_another_worker_takes_the_place_of_one_that_failed() -> None:
+    draws = StageDraws(range(60), 60, dict.fromkeys((FIRST, SECOND, OTHER), 1.0), "7/1")
+    rng, free = random.Random(0), {FIRST: 1.0, SECOND: 3.0}
+    found = Counter(draws.choose(free, rng) for _ in range(60))
+    assert found == pytest.approx({FIRST: 20 + 15, SECOND: 20 + 5}, abs=6)
 
 
 @defence(
     "a false speed counts as a few times the usual one", off=replacing(chains, "median_low", lambda _: 1e300)
 )
 def test_a_false_speed_takes_a_bounded_share() -> None:
-    drawer, batches_s = Chains(), {FIRST: 1.0, SECOND: 1e-6, OTHER: 1.0}
-    drawn = Counter(drawer.choose(batches_s) for _ in range(180))
-    assert drawn[SECOND] <= 180 * MOST_BATCHES / (MOST_BATCHES + 2) + 1
+    (found,) = drawn({FIRST: 1.0, SECOND: 1e-6, OTHER: 1.0}, [range(180)])
+    assert found.count(SECOND) <= 180 * MOST_BATCHES / (MOST_BATCHES + 2) + 1
 
 
 def test_origins_divide_all_microbatches_by_speed() -> None:
