@@ -1,6 +1,7 @@
 """A worker dies at a message of a worker that joins a stage or moves to it, in virtual time."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,39 @@ def test_a_death_during_a_move_loses_no_microbatch(message: int, victim: str, tm
     run(train(lab, *names({0: 2, 1: 3, 2: 1}), limit_s=2000.0))
     assert killed
     check(lab, [*killed, gone])
+
+
+def evaluated(folder: Path, rounds: int, replaced: int) -> dict[int, float]:
+    """Train four stages of three workers. Return the validation loss after every sixth round.
+
+    One worker after another dies, each in the next stage, and a newcomer takes its place.
+    """
+
+    def watch(name: str, event: dict[str, Any]) -> None:
+        if event["event"] != "round" or event["round"] % 6 != 2:
+            return
+        number = event["round"] // 6
+        if number < replaced and (victim := f"{number % 4}.{number // 4}") == name:
+            asyncio.get_running_loop().call_soon(lab.crash, victim)
+            lab.start(f"{number % 4}.{3 + number // 4}")
+
+    job = staged_job(folder, rounds=rounds, workers=3, least=1, batch=12)
+    lab = StageLab(folder, job.replace("every_rounds = 100", "every_rounds = 6"))
+    lab.wanted = watch
+    run(train(lab, *names(dict.fromkeys(range(4), 3))))
+    lab.check_books()
+    losses, tokens = Counter[int](), Counter[int]()
+    for events in lab.events.values():
+        for event in events:
+            if event["event"] == "eval":
+                losses[event["round"]] += event["val_loss"] * event["tokens"]
+                tokens[event["round"]] += event["tokens"]
+    return {number: losses[number] / tokens[number] for number in sorted(tokens)}
+
+
+@pytest.mark.thorough
+def test_the_loss_bears_that_a_third_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "calm").mkdir()
+    calm, disturbed = evaluated(tmp_path / "calm", 60, 0), evaluated(tmp_path, 60, 4)
+    assert calm[59] < 0.8 * calm[5]  # it learns
+    assert disturbed == pytest.approx(calm, rel=0.02)

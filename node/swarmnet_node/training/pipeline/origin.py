@@ -81,6 +81,9 @@ dialled often. With more, a worker that comes back waits for longer."""
 TELLERS = 2 * ELECTORS - 1
 """Origins that tell the end of a round to a worker without a microbatch. With fewer, a worker falls
 behind when two of its electors fail at once."""
+SPARE_S = 10.0
+"""Seconds that a teller waits for a worker's electors. With less, workers hear more in each round.
+With more, a worker whose electors have failed waits longer."""
 
 
 class _Step:
@@ -200,8 +203,9 @@ class MicrobatchOrigin:
         origins = self._electors or {me, *self._workers.of(0)}
         for stage in range(1, self._job.stages):
             for peer in self._workers.of(stage):
-                if me in electors(round, peer, origins, TELLERS):
-                    self._start(self._tell, step, stage, peer)
+                if me in (tellers := electors(round, peer, origins, TELLERS)):
+                    is_elector = tellers.index(me) < ELECTORS
+                    self._start(self._tell, step, stage, peer, 0.0 if is_elector else SPARE_S)
         if step.has_books:
             self._electors = end.origins or self._electors
         await step.news.tell()
@@ -492,11 +496,13 @@ class MicrobatchOrigin:
             step.tasks[work, stage, peer] = task
         return task
 
-    async def _tell(self, step: _Step, stage: int, peer: PeerId) -> None:
+    async def _tell(self, step: _Step, stage: int, peer: PeerId, wait_s: float = 0.0) -> None:
         """Tell a worker about a round until its stage has committed it.
 
         Replace it if it fails. It is told again, because it may come back and miss the round's end.
+        ``wait_s``: let others tell a worker without a microbatch for so long.
         """
+        await step.news.until(lambda: stage in step.committed or bool(step.ledger.listed(peer)), wait_s)
         while stage not in step.committed:
             try:
                 await self._tell_once(step, stage, peer)
