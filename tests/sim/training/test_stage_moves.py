@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.relocation import LOOK_S, Look, Remembered, should_relocate
 from swarmnet_protocols.routing.throughput import Claim
@@ -89,46 +88,3 @@ def test_a_move_raises_the_throughput(tmp_path: Path, monkeypatch: pytest.Monkey
     _, moves, ended_s = train_moving(tmp_path, {0: 2, 1: 3, 2: 1}, rounds=9, deadline_s=60)
     assert [(each["stage"], each["to"]) for each in moves] == [(1, 2)]
     assert ended_s[-1] - ended_s[-2] < 0.9 * (ended_s[1] - ended_s[0])
-
-
-@pytest.mark.thorough
-def test_moves_bring_the_maximal_flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve layers in four stages. Two of eight workers, whose speeds span a decade, began in
-    other stages than the best."""
-    monkeypatch.setattr(workers, "COMPUTE_S", 0.0)
-    speeds = {
-        "0.0": 10.0, "0.1": 1.0, "0.2": 4.0, "1.0": 7.0, "2.0": 9.0, "2.1": 2.0, "2.2": 5.0, "3.0": 6.0,
-    }  # fmt: skip
-    batch, rounds, slower = 128, 5, 4.0
-    maximal_flow = 11.0 / (3 * 3) / slower  # as in test_stage_throughput.py
-    moved_s: dict[str, list[float]] = {}
-    ended_s: list[float] = []
-
-    def watch(name: str, event: dict[str, Any]) -> None:
-        now = asyncio.get_running_loop().time()
-        if event["event"] == "moving":
-            moved_s.setdefault(name, []).append(now)
-        if event["event"] == "round" and name == "0.0":
-            ended_s.append(now)
-            counts.append(sum(lab.begun[event["round"], each] for each in map(PeerId, event["contributors"])))
-
-    counts: list[int] = []
-    job = staged_job(tmp_path, rounds=rounds, workers=4, least=1, batch=batch)
-    for old, new in {
-        "num_hidden_layers = 4": "num_hidden_layers = 12",
-        "cuts = [1, 2, 3]": "cuts = [3, 6, 9]",
-        "microbatch = 2": "microbatch = 1",
-        "sequence_length = 16": "sequence_length = 8",
-        "deadline_s = 15": "deadline_s = 7200",
-    }.items():
-        job = job.replace(old, new)
-    lab = StageLab(tmp_path, job, moves=True)
-    lab.step_s = {name: slower / speed for name, speed in speeds.items()}
-    lab.wanted = watch
-    run(train(lab, *speeds, limit_s=100_000.0))
-    lab.check_books()
-    flows = [count / (end - begin) for count, (begin, end) in zip(counts[1:], pairwise(ended_s), strict=True)]
-    print(moved_s, ended_s, counts, [each / maximal_flow for each in flows])
-    assert moved_s
-    assert all(later - earlier >= 3600 for each in moved_s.values() for earlier, later in pairwise(each))
-    assert flows[-1] >= 0.95 * maximal_flow
