@@ -4,11 +4,9 @@
 import gc
 import logging
 import os
-import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,9 +14,9 @@ import pytest
 from hypothesis import settings
 
 from swarmnet import logs
-from swarmnet_protocols.machine import lean_imports, measured_targets, native_code
+from swarmnet_protocols.machine import lean_imports, measured_targets
 from tests.defences import Defences
-from tests.support.compiled import SHARED
+from tests.support.compiled import sharing_libraries
 from tests.support.plugins.audit import sitecustomize
 from tests.support.plugins.in_parts import Parts
 from tests.support.plugins.sample import Sample
@@ -53,40 +51,13 @@ def watched() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a file's lock, for which other processes wait. On Windows nobody waits, and some code
-    is compiled twice."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with path.open("w") as file:
-        if sys.platform != "win32":
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once() -> Iterator[None]:
     """Native code of a test's own cache directory is copied from one that all tests share, if it
     was compiled there. Compiling takes some seconds of a core, and hundreds of tests have a cache
     directory of their own. For the same reason no target is measured.
     """
-    real = native_code._built
-
-    def built(
-        source: Path, headers: Sequence[Path], folder: Path, compiler: str, target: native_code.Target
-    ) -> Path:
-        # Processes of pytest-xdist begin at once. One compiles, and the others wait for it.
-        with locked(SHARED / f"{source.stem}.{target.name}.lock"):
-            library = real(source, headers, SHARED, compiler, target)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not (folder / library.name).exists():
-            shutil.copyfile(library, folder / library.name)
-        return real(source, headers, folder, compiler, target)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_code, "_built", built)
+    with sharing_libraries(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured_targets, "measure", lambda *_, **__: {})
         yield
 

@@ -2,12 +2,15 @@
 
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from swarmnet.paths import default_cache_dir
+from swarmnet_protocols.machine import native_code
 
 if TYPE_CHECKING:
     from swarmnet_node.engine.kernels.native_backend import NativeBackend
@@ -15,6 +18,40 @@ if TYPE_CHECKING:
 
 SHARED = Path(__file__).parents[2] / ".pytest_cache" / "native"
 """The libraries that tests have compiled."""
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file's lock, for which other processes wait. On Windows nobody waits, and some code
+    is compiled twice."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with path.open("w") as file:
+        if sys.platform != "win32":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def sharing_libraries() -> Iterator[None]:
+    """Copy the libraries of this process from ``SHARED``, after compiling those that it lacks."""
+    real = native_code._built
+
+    def built(
+        source: Path, headers: Sequence[Path], folder: Path, compiler: str, target: native_code.Target
+    ) -> Path:
+        # Processes of pytest-xdist begin at once. One compiles, and the others wait for it.
+        with locked(SHARED / f"{source.stem}.{target.name}.lock"):
+            library = real(source, headers, SHARED, compiler, target)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (folder / library.name).exists():
+            shutil.copyfile(library, folder / library.name)
+        return real(source, headers, folder, compiler, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_code, "_built", built)
+        yield
 
 
 def lend_libraries(cache_dir: Path) -> None:

@@ -106,16 +106,21 @@ def test_every_guide_begins_with_how_to_install() -> None:
     assert [name for name, text in first.items() if "(install.md)" not in text] == ["install"]
 
 
+@pytest.fixture(scope="module")
+def files() -> list[str]:
+    """The paths of all files of the project, from its root."""
+    folders = (*PACKAGES.values(), ROOT / "tests")
+    everything = (*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*")))
+    return [f"/{path.relative_to(ROOT)}" for path in everything]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_files_that_a_page_names_exist(page: Path) -> None:
+def test_the_files_that_a_page_names_exist(page: Path, files: list[str]) -> None:
     """A path begins at the root, or is the end of one. In place of a package's own folder a page
     may have ``...``."""
     named = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|c|js|css))`", page.read_text())
     packages = {"client": "swarmnet_client", "node": "swarmnet_node", "protocols": "swarmnet_protocols"}
     wanted = {path: path.replace("/.../", f"/{packages.get(path.partition('/')[0], '')}/") for path in named}
-    folders = (*PACKAGES.values(), ROOT / "tests")
-    everything = (*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*")))
-    files = [f"/{path.relative_to(ROOT)}" for path in everything]
     assert [path for path, end in wanted.items() if not any(file.endswith(f"/{end}") for file in files)] == []
 
 

@@ -21,6 +21,8 @@ from tests.support.models.model_hub import NAME, ModelHub, model_hub
 from tests.support.models.tiny_models import save_tiny, write_gguf
 from tests.support.processes.killed_download import kill_while
 
+MERGED = "merged tensors"
+LAYOUTS = ("a tensor for each expert", MERGED, "gguf")
 EXPERTS = 128
 CHOSEN = [0, 5, 6, 40, 77, 99, 126, 127]
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -34,7 +36,7 @@ class Checkpoint:
     tables: Path
 
 
-@pytest.fixture(scope="module", params=["a tensor for each expert", "merged tensors", "gguf"])
+@pytest.fixture(scope="module", params=LAYOUTS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """One block of 128 experts of 200 kB."""
     made = tmp_path_factory.mktemp("experts")
@@ -44,7 +46,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         (folder / ".gitattributes").touch()
         write_gguf(folder / "model.gguf", "qwen3moe", blocks=1, experts=EXPERTS, expert_width=1024)
         name = f"{NAME}:model.gguf"
-    elif request.param == "merged tensors":
+    elif request.param == MERGED:
         layers = {"num_local_experts": EXPERTS, "layer_types": ["full_attention"]}
         save_tiny("gpt-oss", folder, **SIZES, **layers)
     else:
@@ -131,11 +133,16 @@ def test_a_flipped_bit_in_an_expert_is_refused_and_its_source_named(
     model.load_experts(0, [77], **FLOAT32)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("has_tables", [True, False])
+@pytest.mark.parametrize("has_tables", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "checkpoint",
+    [MERGED, *(pytest.param(each, marks=pytest.mark.thorough) for each in LAYOUTS if each != MERGED)],
+    indirect=True,
+)
 def test_a_killed_download_of_experts_is_resumed(
     has_tables: bool, checkpoint: Checkpoint, hub: ModelHub, tmp_path: Path
 ) -> None:
+    """What a host fetches from each layout is tested above; a download resumes the same pieces."""
     load(checkpoint, tmp_path, has_tables=has_tables)
     written = kill_while(f"model.load_experts(0, {CHOSEN}, **options)", checkpoint.name, hub, tmp_path, 5)
     assert written >= 5

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.native_backend import SOURCE, NativeBackend
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine import measured_targets, native_code
 from swarmnet_protocols.quantization.products import HEADERS
 from tests.defences import defence, replacing
-from tests.support.compiled import compiled_backend
+from tests.support.compiled import compiled_backend, sharing_libraries
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,9 +29,10 @@ def compiled_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache directory with the native code that was compiled there."""
+    """A cache directory with the native code of this machine."""
     path = tmp_path_factory.mktemp("native")
-    compiled_backend(cache_dir=path)
+    with sharing_libraries():
+        compiled_backend(cache_dir=path)
     return path
 
 
@@ -151,16 +151,16 @@ def test_a_simpler_target_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None
         native_code.targets()
 
 
-def test_damaged_code_is_compiled_again(cache: Path, tmp_path: Path) -> None:
-    shutil.copytree(cache / "native", tmp_path / "native")
-    whole = {library.read_bytes() for library in (tmp_path / "native").glob("*.so")}
-    for library in (tmp_path / "native").glob("*.so"):
-        library.write_bytes(library.read_bytes() + b"\0")  # the system would load it all the same
-    native_backend.load_products.cache_clear()
-    assert NativeBackend.load(tmp_path) is not None
-    assert {len(library.read_bytes()) for library in (tmp_path / "native").glob("*.so")} == set(
-        map(len, whole)
-    )
+def test_damaged_code_is_compiled_again(tmp_path: Path) -> None:
+    source = tmp_path / "code.c"
+    source.write_text("int trial(void) { return 0; }")
+    assert native_code.load(source, tmp_path) is not None
+    (library,) = (tmp_path / "native").glob("*.so")
+    whole = library.read_bytes()
+    library.unlink()  # this process has loaded that file
+    library.write_bytes(whole + b"\0")  # the system would load it all the same
+    assert native_code.load(source, tmp_path) is not None
+    assert [each.read_bytes() for each in (tmp_path / "native").glob("*.so")] == [whole]
 
 
 @defence(

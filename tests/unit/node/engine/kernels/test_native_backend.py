@@ -221,39 +221,39 @@ def test_a_sequence_gets_the_same_bits_in_any_batch(
         assert torch.equal(torch.cat(together), torch.cat(alone[:count])), count
 
 
+@pytest.fixture(scope="module")
+def targets() -> list[NativeBackend]:
+    """The code for every target of this machine."""
+    found = []
+    for target in native_code.targets():
+        found.append(compiled_backend(target.name))
+        assert native_code.loaded_target(native_backend.SOURCE) == target.name
+        assert found[-1].products.target == target.name
+    return found
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_several_positions_of_a_sequence_match_torch(
-    shape: str, native: NativeBackend, loaded: Loaded
+    shape: str, targets: list[NativeBackend], loaded: Loaded
 ) -> None:
-    check_several_positions(shape, native, loaded)
-
-
-@pytest.mark.parametrize("target", [each.name for each in native_code.targets()[1:]])
-def test_simpler_targets_compute_the_same(
-    target: str, loaded: Loaded, caplog: pytest.LogCaptureFixture
-) -> None:
-    simple = compiled_backend(target)
-    assert "not used" not in caplog.text
-    for shape in SHAPES:
-        check_several_positions(shape, simple, loaded)
-
-
-def check_several_positions(shape: str, native: NativeBackend, loaded: Loaded) -> None:
     """Chunks, single positions and first positions of sequences in one step; the sequences grow
     meanwhile."""
-    expected, got = loaded(shape, None), loaded(shape, native)
-    assert got.method.decode_step is not None
-    outputs: list[list[torch.Tensor]] = []
-    for stage in (expected, got):
-        sequences = [stage.new_sequence() for _ in range(4)]
-        outputs.append([])
+
+    def outputs(stage: Stage) -> list[torch.Tensor]:
+        sequences, found = [stage.new_sequence() for _ in range(4)], []
         for step, counts in enumerate(
             [(7, 1, 30, 2), (1, 9, 1, GROWTH_POSITIONS), (1, 1, 1, 1), (3, 1, 40, 1)]
         ):
             rows = inputs(stage, sum(counts), step)
-            outputs[-1] += stage.forward(list(zip(sequences, rows.split(counts), strict=True)))
-    for theirs, mine in zip(*outputs, strict=True):
-        assert_near(mine, theirs)
+            found += stage.forward(list(zip(sequences, rows.split(counts), strict=True)))
+        return found
+
+    expected = outputs(loaded(shape, None))
+    for native in targets:
+        got = loaded(shape, native)
+        assert got.method.decode_step is not None
+        for theirs, mine in zip(expected, outputs(got), strict=True):
+            assert_near(mine, theirs)
 
 
 @pytest.mark.parametrize(
