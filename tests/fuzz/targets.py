@@ -45,9 +45,10 @@ from swarmnet_protocols.net.typed_stream import parse
 from swarmnet_protocols.session import adapters, expert_rows, hop_times, steps, wire_tensors
 from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.wire_tensors import encode_tensor
-from swarmnet_protocols.training import jobs, rosters
+from swarmnet_protocols.training import jobs
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS, decode_ids, encode_ids
+from swarmnet_protocols.training.matchmaking import rosters
 from swarmnet_protocols.training.pipeline import microbatches, receipts, step_streams
 from swarmnet_protocols.training.rounds import messages, reduction, terms
 from swarmnet_protocols.wire import (
@@ -592,10 +593,10 @@ TARGETS: dict[str, Target] = {
     "roster": Target(
         read_roster,
         roster_seeds,
-        ("training.rosters.roster_from_wire", "training.rosters.member_from_wire"),
+        ("training.matchmaking.rosters.roster_from_wire", "training.matchmaking.rosters.member_from_wire"),
     ),
     "measured": Target(
-        read_measured, examples(workers_pb2.Measured), ("training.rosters.measured_from_wire",)
+        read_measured, examples(workers_pb2.Measured), ("training.matchmaking.rosters.measured_from_wire",)
     ),
     "summary": Target(
         read_summary, examples(training_pb2.Summary), ("training.rounds.reduction.read_summary",)

@@ -25,7 +25,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import find_workers
 from swarmnet_protocols.training.job_settings import Job
-from swarmnet_protocols.training.matchmaking import ask_positions
+from swarmnet_protocols.training.matchmaking.positions import ask_positions
 from swarmnet_protocols.training.pipeline.stages import groups
 from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.training.state_transfer import fetch_state

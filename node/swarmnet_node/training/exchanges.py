@@ -23,10 +23,10 @@ from swarmnet_protocols.training.bandwidth import ArrivalRates
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.values import Values
 from swarmnet_protocols.training.job_settings import Job
-from swarmnet_protocols.training.matchmaking import Matchmaking
+from swarmnet_protocols.training.matchmaking.matchmaking import Matchmaking
+from swarmnet_protocols.training.matchmaking.rosters import Roster
 from swarmnet_protocols.training.pacing import LEAST_WAIT_S, Wait, WorkerPace
 from swarmnet_protocols.training.pairs import Pairs
-from swarmnet_protocols.training.rosters import Roster
 from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.averaging import Averager
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming

@@ -24,7 +24,8 @@ from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition
-from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
+from swarmnet_protocols.training.matchmaking.matchmaking import Matchmaking
+from swarmnet_protocols.training.matchmaking.positions import OutOfSync
 from swarmnet_protocols.training.pacing import WorkerPace, kept_share
 from swarmnet_protocols.training.pipeline.stage_decisions import Restore
 from swarmnet_protocols.training.rounds.terms import RoundMember

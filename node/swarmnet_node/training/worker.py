@@ -53,7 +53,8 @@ from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.training.codecs.values import Values
 from swarmnet_protocols.training.job_records import job_announcement, worker_announcement
 from swarmnet_protocols.training.jobs import SealedJob, open_job
-from swarmnet_protocols.training.matchmaking import NoPlace, OutOfSync
+from swarmnet_protocols.training.matchmaking.matchmaking import NoPlace
+from swarmnet_protocols.training.matchmaking.positions import OutOfSync
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.pacing import WorkerPace
 from swarmnet_protocols.training.pipeline.microbatches import BoundaryBytes

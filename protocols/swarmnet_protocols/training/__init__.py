@@ -9,8 +9,8 @@ Two numbers must be told apart:
   is tried again with another roster and a higher exchange number.
 
 Round r uses the exchange numbers r * 65,536 + 1 to (r + 1) * 65,536
-(``rosters.EXCHANGES_PER_ROUND``). So every message of an exchange belongs to exactly one roster. A
-peer that claims a high number can use up the numbers of one round only.
+(``matchmaking.rosters.EXCHANGES_PER_ROUND``). So every message of an exchange belongs to exactly
+one roster. A peer that claims a high number can use up the numbers of one round only.
 
 A *position* is a worker's round number and the id (SHA-256) of the state at the start of this
 round.

@@ -16,7 +16,7 @@ from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net.identity import peer_id_of
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.jobs import SealedJob, open_job
-from swarmnet_protocols.training.rosters import MAX_ADDRESSES, round_seconds
+from swarmnet_protocols.training.matchmaking.rosters import MAX_ADDRESSES, round_seconds
 from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.wire import workers_pb2 as pb
 

@@ -27,7 +27,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.codecs import Codec
 from swarmnet_protocols.training.codecs.values import Values
-from swarmnet_protocols.training.matchmaking import OutOfSync
+from swarmnet_protocols.training.matchmaking.positions import OutOfSync
 from swarmnet_protocols.training.pacing import Wait
 from swarmnet_protocols.training.rounds.round_runner import Outcome, RoundContext
 from swarmnet_protocols.training.rounds.terms import RoundMember

@@ -21,7 +21,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import worker_announcement
 from swarmnet_protocols.training.job_settings import Job
-from swarmnet_protocols.training.matchmaking import Matchmaking
+from swarmnet_protocols.training.matchmaking.matchmaking import Matchmaking
 from swarmnet_protocols.training.pipeline.stages import groups
 from swarmnet_protocols.training.state_transfer import PackedState, StateServer
 from tests.support.network.memory_directory import MemoryBoard, MemoryDirectory

@@ -11,8 +11,14 @@ from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.routing.coordinates import Coordinate
-from swarmnet_protocols.training import MAX_WORKERS, matchmaking, rosters
-from swarmnet_protocols.training.rosters import NO_ADDRESSES, JoinRequest, arranged, request_to_wire
+from swarmnet_protocols.training import MAX_WORKERS
+from swarmnet_protocols.training.matchmaking import followers, matchmaking, rosters
+from swarmnet_protocols.training.matchmaking.rosters import (
+    NO_ADDRESSES,
+    JoinRequest,
+    arranged,
+    request_to_wire,
+)
 from tests.defences import defence, replacing
 from tests.support.network.memory_network import MemoryNetwork
 from tests.support.network.virtual_time import run
@@ -26,7 +32,7 @@ MEMBERS = 4
 
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (matchmaking, rosters):
+    for module in (followers, matchmaking, rosters):
         monkeypatch.setattr(module, "MAX_MEMBERS", MEMBERS)
 
 
@@ -115,7 +121,7 @@ def test_the_workers_of_one_group_need_no_coordinates() -> None:
 
 @defence(
     "a follower forwards no more requests than a job has workers",
-    off=replacing(matchmaking, "MAX_WORKERS", 1 << 30),
+    off=replacing(followers, "MAX_WORKERS", 1 << 30),
 )
 def test_too_many_forwarded_requests_are_refused_at_once() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
-from swarmnet_protocols.training import matchmaking
 from swarmnet_protocols.training.catch_up import WorkerPosition
-from swarmnet_protocols.training.matchmaking import ELSEWHERE_S, Matchmaking, OutOfSync
-from swarmnet_protocols.training.rosters import (
+from swarmnet_protocols.training.matchmaking import group_state, matchmaking
+from swarmnet_protocols.training.matchmaking.matchmaking import ELSEWHERE_S, Matchmaking
+from swarmnet_protocols.training.matchmaking.positions import OutOfSync
+from swarmnet_protocols.training.matchmaking.rosters import (
     Roster,
 )
 from tests.defences import Patch, defence, replacing
@@ -73,7 +74,7 @@ def test_of_two_leaders_the_lower_peer_id_gets_both_groups() -> None:
 
 
 def by_peer_id(patch: Patch) -> None:
-    patch.setattr(matchmaking, "place_as_leader", lambda peer, *_: peer.encode())
+    patch.setattr(group_state, "place_as_leader", lambda peer, *_: peer.encode())
 
 
 @defence("no worker leads every round", off=by_peer_id)
@@ -83,8 +84,8 @@ def test_a_liar_leaves_a_mate_out_of_few_rounds() -> None:
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         liar, mate, *others = workers
-        ready = liar.matchmaking._ready
-        liar.matchmaking._ready = lambda mine: {  # type: ignore[method-assign]
+        ready = liar.matchmaking._followers.ready
+        liar.matchmaking._followers.ready = lambda mine: {  # type: ignore[method-assign]
             peer: each for peer, each in ready(mine).items() if peer != mate.member.peer
         }
         for round in range(12):
@@ -109,7 +110,7 @@ def test_one_worker_cannot_close_a_job() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         liar, *honest = workers
         await liar.matchmaking.set_position(AT_START)
-        liar.matchmaking._has_no_place = lambda _: True  # type: ignore[method-assign]
+        liar.matchmaking._state.has_no_place = lambda _: True  # type: ignore[method-assign]
         rosters = await asyncio.gather(*(worker.gather(workers) for worker in honest))
         assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in honest]] * 3
 
@@ -243,7 +244,7 @@ def test_a_follower_with_another_state_is_out_of_sync() -> None:
 def test_a_full_round_takes_contributors_before_newcomers() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         for worker in workers:
-            worker.matchmaking._max_members = 3
+            worker.matchmaking._state.max_members = 3
         workers[1].member = replace(workers[1].member, weight=0.0)
         await workers[0].gather([], round=2)
         others = [asyncio.ensure_future(worker.gather(workers)) for worker in workers[1:]]

@@ -12,7 +12,7 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training import pairs
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.matchmaking import OutOfSync
+from swarmnet_protocols.training.matchmaking.positions import OutOfSync
 from swarmnet_protocols.training.methods import get_method
 from swarmnet_protocols.training.pairs import Pairs
 from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules

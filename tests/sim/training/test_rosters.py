@@ -8,8 +8,8 @@ import pytest
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
-from swarmnet_protocols.training import rosters
-from swarmnet_protocols.training.rosters import (
+from swarmnet_protocols.training.matchmaking import rosters
+from swarmnet_protocols.training.matchmaking.rosters import (
     NO_ADDRESSES,
 )
 from swarmnet_protocols.wire import workers_pb2 as pb
@@ -95,7 +95,7 @@ def test_a_follower_without_the_address_book_gets_the_whole_roster(change: str) 
                 await asyncio.gather(*(worker.gather(three, round=4) for worker in three))
             case "new leader":
                 present = workers[1:]
-                workers[1].matchmaking._book = NO_ADDRESSES
+                workers[1].matchmaking._state.book = NO_ADDRESSES
             case "fewer":
                 present = workers[:3]
         rosters = await asyncio.gather(*(worker.gather(present, round=5) for worker in present))

@@ -18,8 +18,9 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.matchmaking import Matchmaking, NoPlace, OutOfSync
-from swarmnet_protocols.training.rosters import Roster
+from swarmnet_protocols.training.matchmaking.matchmaking import Matchmaking, NoPlace
+from swarmnet_protocols.training.matchmaking.positions import OutOfSync
+from swarmnet_protocols.training.matchmaking.rosters import Roster
 from swarmnet_protocols.training.rounds.averaging import Averager
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.round_runner import Outcome, RoundContext

@@ -11,8 +11,8 @@ from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.catch_up import WorkerPosition
-from swarmnet_protocols.training.matchmaking import Matchmaking
-from swarmnet_protocols.training.rosters import Roster, place_as_leader
+from swarmnet_protocols.training.matchmaking.matchmaking import Matchmaking
+from swarmnet_protocols.training.matchmaking.rosters import Roster, place_as_leader
 from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.training.state_transfer import StateServer
 from tests.support.network.memory_network import LinkProfile, MemoryNetwork

@@ -33,6 +33,7 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
 from swarmnet_protocols.training.jobs import SealedJob
+from swarmnet_protocols.training.matchmaking.rosters import EXCHANGES_PER_ROUND
 from swarmnet_protocols.training.pipeline.chains import MAX_OPEN, MOST_BATCHES
 from swarmnet_protocols.training.pipeline.ledger import (
     ELECTORS,
@@ -54,7 +55,6 @@ from swarmnet_protocols.training.pipeline.microbatches import (
 )
 from swarmnet_protocols.training.pipeline.receipts import Receipt, tensor_hash
 from swarmnet_protocols.training.pipeline.step_streams import ToOrigin, end_from_wire, listing_from_wire
-from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND
 from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.round_runner import Outcome
 from swarmnet_protocols.wire import pipeline_pb2 as pb

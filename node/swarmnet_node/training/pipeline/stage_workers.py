@@ -14,7 +14,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import StageRecord, find_records
-from swarmnet_protocols.training.matchmaking import ask_positions
+from swarmnet_protocols.training.matchmaking.positions import ask_positions
 from swarmnet_protocols.training.pipeline.microbatches import BoundaryBytes
 from swarmnet_protocols.training.pipeline.stages import groups
 from swarmnet_protocols.training.rounds.terms import RoundMember

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnet_protocols.training import matchmaking
-from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND, MAX_AHEAD_OF_LEADER
+from swarmnet_protocols.training.matchmaking import followers
+from swarmnet_protocols.training.matchmaking.rosters import EXCHANGES_PER_ROUND, MAX_AHEAD_OF_LEADER
 from tests.defences import defence, replacing
 from tests.support.network.memory_network import MemoryNetwork
 from tests.support.training.peers import Worker, simulate
@@ -17,7 +17,7 @@ FIRST = 3 * EXCHANGES_PER_ROUND
 
 @defence(
     "a follower does not use up exchange numbers",
-    off=replacing(matchmaking, "highest_exchange_number", lambda *_: 1 << 64),
+    off=replacing(followers, "highest_exchange_number", lambda *_: 1 << 64),
     last_exchange=9 * EXCHANGES_PER_ROUND,
 )
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.codecs import ALIGNMENT
-from swarmnet_protocols.training.matchmaking import Matchmaking
-from swarmnet_protocols.training.rosters import Roster
+from swarmnet_protocols.training.matchmaking.matchmaking import Matchmaking
+from swarmnet_protocols.training.matchmaking.rosters import Roster
 from swarmnet_protocols.training.rounds.round_runner import Outcome
 from swarmnet_protocols.training.rounds.terms import RoundMember
 from tests.support.network.memory_network import LinkProfile, MemoryNetwork

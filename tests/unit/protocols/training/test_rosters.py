@@ -6,10 +6,10 @@ import pytest
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.training import rosters
 from swarmnet_protocols.training.bandwidth import Measured
 from swarmnet_protocols.training.catch_up import WorkerPosition
-from swarmnet_protocols.training.rosters import (
+from swarmnet_protocols.training.matchmaking import rosters
+from swarmnet_protocols.training.matchmaking.rosters import (
     EXCHANGES_PER_ROUND,
     MAX_AHEAD_OF_FOLLOWER,
     MAX_ROUND_S,
