@@ -17,8 +17,8 @@ RETRY_S = 5
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request that its client ended: it has disconnected, or has cancelled the
 request. Clients repeat a request after 409 or 5xx, but not after this status."""
-OVERLOADED = "overloaded"
-"""Code of a refusal because a model or its hosts answer too many requests now."""
+OVERLOADED, NO_ROUTE = "overloaded", "no_route"
+"""Codes of refusals that often pass within seconds: hosts are busy, or one has just left."""
 UNSUPPORTED = "unsupported"
 """Pydantic error type for an unknown parameter; its context has the ``name``."""
 MAX_NAME_CHARS = 64
@@ -81,7 +81,7 @@ def swarm_error(error: errors.SwarmnetError) -> ApiError:
         wait_s = max(1, math.ceil(error.retry_after_s))
         return ApiError(503, message, OVERLOADED, "server_error", retry_after_s=wait_s)
     if isinstance(error, errors.Unreachable):
-        return ApiError(503, message, "no_route", "server_error", retry_after_s=RETRY_S)
+        return ApiError(503, message, NO_ROUTE, "server_error", retry_after_s=RETRY_S)
     if isinstance(error, errors.OutOfResources):
         wait_s = (
             max(1, math.ceil(error.retry_after_s)) if isinstance(error, ResourceLimitReached) else RETRY_S

@@ -16,7 +16,7 @@ from typing import Any
 from swarmnet.gateway.accounts import Account, RunningRequest
 from swarmnet.gateway.batches.journal import Journal
 from swarmnet.gateway.batches.lines import ENDPOINTS, BatchLine, windows_by_prefix
-from swarmnet.gateway.errors import OVERLOADED, ApiError, api_error
+from swarmnet.gateway.errors import NO_ROUTE, OVERLOADED, ApiError, api_error
 from swarmnet.gateway.generation.answering import check_places, generating
 from swarmnet.gateway.generation.requests import Prompt
 from swarmnet.gateway.models import OpenedModel
@@ -87,8 +87,8 @@ class LineAnswerer:
                     return await self._generate(endpoint, body, prompt)
             except (ApiError, SwarmnetError) as error:
                 refused = api_error(error)
-            is_away = refused.retry_after_s is not None and refused.code != OVERLOADED
-            if refused.status < 500 or is_away or tries == TRIES:
+            may_pass = refused.retry_after_s is None or refused.code in (OVERLOADED, NO_ROUTE)
+            if refused.status < 500 or not may_pass or tries == TRIES:
                 raise refused
             await asyncio.sleep(max(tries * PAUSE_S, refused.retry_after_s or 0))
             tries += 1
