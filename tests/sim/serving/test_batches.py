@@ -11,8 +11,9 @@ import pytest
 from swarmnet.gateway import accounts, parsing
 from swarmnet.gateway.accounts import Account, KeyAccounts, Quota
 from swarmnet.gateway.batches import queue, store
+from swarmnet.gateway.batches.answering import LineAnswerer
 from swarmnet.gateway.batches.journal import Journal
-from swarmnet.gateway.batches.lines import checked_ids, read_lines, windows_by_prefix
+from swarmnet.gateway.batches.lines import BatchLine, checked_ids, read_lines, windows_by_prefix
 from swarmnet.gateway.batches.store import BatchStore
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.parsing import BodyParser
@@ -166,14 +167,27 @@ def test_a_batch_goes_on_after_a_restart(tiny: Reference, tmp_path: Path) -> Non
     )
 
 
-def test_a_cancelled_batch_ends_at_once_also_in_the_queue(tiny: Reference, tmp_path: Path) -> None:
+def test_a_cancelled_batch_ends_at_once_also_in_the_queue(
+    tiny: Reference, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    at_once = LineAnswerer.answer
+
+    async def answer(self: LineAnswerer, line: BatchLine) -> dict[str, Any]:
+        if line.body["prompt"] == "slow":
+            await asyncio.Event().wait()
+        return await at_once(self, line)
+
+    monkeypatch.setattr(LineAnswerer, "answer", answer)
+
     async def scenario(_lab: Lab, caller: Caller) -> None:
         client = _client(caller, "-")
-        long = _lines(*(f"w{n}" for n in range(5, 45)), max_tokens=400)
-        batches = [await _begin(client, content) for content in (long, long, _lines("w5"))]
-        while (first := await client.batches.retrieve(batches[0].id)).status == "validating":  # noqa: ASYNC110 - HTTP has no events
-            await asyncio.sleep(0.1)
-        assert (await client.batches.retrieve(batches[1].id)).status == "validating"
+        batches = []
+        for prompt in ("slow", "slow", "w5"):
+            batches.append(await _begin(client, _lines(prompt)))
+            await asyncio.sleep(1)  # batches of one second are answered in any order
+        first = batches[0]
+        for batch, status in zip(batches, ("in_progress", "validating"), strict=False):
+            assert (await client.batches.retrieve(batch.id)).status == status
         queued = await client.batches.cancel(batches[1].id)
         first = await client.batches.retrieve(first.id)
         assert (queued.status, first.status) == ("cancelled", "in_progress")
