@@ -55,9 +55,9 @@ def test_a_worker_that_is_late_is_left_out() -> None:
     simulate(4, scenario)
 
 
-def test_of_two_leaders_the_lower_peer_id_gets_both_groups() -> None:
+def test_of_two_leaders_the_earlier_one_gets_both_groups() -> None:
     """Workers that start together read the directory at different times, so the first ones may lead
-    when a lower peer id comes."""
+    when an earlier one comes."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         first, *early, last = workers
@@ -199,7 +199,7 @@ def test_a_worker_that_is_behind_gets_the_position_of_the_others() -> None:
     simulate(4, scenario)
 
 
-def test_a_newcomer_of_the_lowest_peer_id_gets_the_position_of_others() -> None:
+def test_a_newcomer_that_would_lead_gets_the_position_of_others() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         newcomer, others = workers[0], workers[1:]
         await asyncio.gather(*(worker.gather(others, round=7) for worker in others))
@@ -207,7 +207,7 @@ def test_a_newcomer_of_the_lowest_peer_id_gets_the_position_of_others() -> None:
             await newcomer.gather(workers, round=0, state=b"0" * 32)
         assert caught.value.position == WorkerPosition(7, START)
 
-        # Meanwhile no worker waits for it, although it has the lowest peer id.
+        # Meanwhile no worker waits for it.
         started = asyncio.get_running_loop().time()
         rosters = await asyncio.gather(*(worker.gather(workers, round=8) for worker in others))
         assert names(rosters[0]) == [worker.member.peer for worker in others]
@@ -275,7 +275,7 @@ def test_a_follower_of_a_follower_is_redirected_to_the_leader() -> None:
 
 
 def test_a_worker_that_caught_up_joins_those_that_do_not_know_it() -> None:
-    """It has the lowest peer id, so it leads; they have read the directory before it was there."""
+    """It leads; they have read the directory before it was there."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         back, *others = workers

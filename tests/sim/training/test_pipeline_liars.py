@@ -1,6 +1,6 @@
 """One liar among three workers of a stage: other workers compute its answers again.
 
-All runs have the share of audits that jobs have. The liar leads its stage.
+All runs have the share of audits that jobs have.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ WORKERS = {0: 1, 1: 3, 2: 1}
 MICROBATCHES = 3
 STAGE = {"1.0", "1.1", "1.2"}
 LIAR = min(STAGE, key=lambda name: Identity.from_seed(name.encode()).peer_id)
-"""The worker of the stage with the lowest peer id, which leads it."""
+"""The worker of the stage with the lowest peer id."""
 HONEST = [name for name in names(WORKERS) if name != LIAR]
 FIRST_LIE = 2
 """The round in which a liar begins."""
