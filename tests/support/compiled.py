@@ -1,5 +1,6 @@
 """The C code of this machine, for tests of what it computes. They share what is compiled."""
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -71,7 +72,9 @@ def lend_libraries(cache_dir: Path) -> None:
     native.mkdir(mode=0o700, parents=True, exist_ok=True)
     for library in SHARED.glob("*.so"):
         if not (native / library.name).exists():
-            shutil.copyfile(library, native / library.name)
+            # A process that starts meanwhile would find part of a library, and compile it.
+            whole = shutil.copyfile(library, native / f"copy-{os.getpid()}")
+            whole.replace(native / library.name)
 
 
 def compiled_backend(target: str | None = None, cache_dir: Path | None = None) -> "NativeBackend":
