@@ -379,10 +379,10 @@ def pipeline_messages() -> Iterator[Protobuf]:
             signature=bytes(64),
         )
     )
-    yield pb.MicrobatchRequest(part=pb.Part())
+    yield pb.MicrobatchRequest(part=pb.Part(size_bytes=300_000))
     yield pb.MicrobatchReply(heartbeat=pb.Heartbeat())
-    yield pb.MicrobatchReply(admitted=pb.Admitted(known=True))
-    yield pb.MicrobatchReply(part=pb.Part())
+    yield pb.MicrobatchReply(admitted=pb.Admitted(known=True, bytes_per_s=2_500_000))
+    yield pb.MicrobatchReply(part=pb.Part(size_bytes=300_000))
     yield pb.MicrobatchReply(failed=pb.Failed(stage=2, busy=True))
     hashes = {"inputs": _MANIFEST, "outputs": _MANIFEST, "grad_outputs": _MANIFEST, "grad_inputs": _MANIFEST}
     receipt = pb.Receipt(state=_MANIFEST, **hashes, bits=24, signature=bytes(64))
@@ -395,7 +395,7 @@ def pipeline_messages() -> Iterator[Protobuf]:
     yield pb.AuditRequest(recall=pb.Recall(microbatch=audited, gradient=True))
     yield pb.AuditReply(heartbeat=pb.Heartbeat())
     yield pb.AuditReply(verdict=pb.Verdict(honest=True, accusation=bytes(64)))
-    yield pb.AuditReply(part=pb.Part())
+    yield pb.AuditReply(part=pb.Part(size_bytes=300_000))
     yield pb.StepRequest(heartbeat=pb.Heartbeat())
     yield pb.StepRequest(listing=pb.Listing(job=_MANIFEST, round=7, numbers=[0, 300], tokens=[512, 511]))
     yield pb.StepRequest(end=pb.StepEnd(origins=[_PEER.id], tokens=1023))

@@ -59,6 +59,36 @@ class ArrivalRates:
         return {peer: size_bytes / seconds for peer, (size_bytes, seconds) in self._sums.items()}
 
 
+class LinkRates:
+    """The bandwidth of one worker's links to the workers of other stages, in both directions."""
+
+    def __init__(self) -> None:
+        self.told: Latest[PeerId, float] = Latest(MAX_PEERS)
+        """The rate in bytes per second at which each peer says that it receives. 0 if unknown."""
+        self.arriving: dict[PeerId, float] = {}
+        """The rate at which data of each peer arrived here until the last round."""
+        self._rates = ArrivalRates()
+        self._sums: Latest[PeerId, Arrival] = Latest(MAX_PEERS)
+
+    def add(self, peer: PeerId, size_bytes: int, seconds: float) -> None:
+        """Add the timed parts of a tensor that arrived in this round."""
+        before = self._sums.get(peer, Arrival(peer, 0, 0.0))
+        self._sums[peer] = Arrival(peer, before.size_bytes + size_bytes, before.seconds + seconds)
+
+    def of_round(self) -> dict[PeerId, float]:
+        """Return the rate of the slower direction of each link that both ends have measured.
+
+        The next round begins. Until ``MIN_BYTES`` have arrived from a peer, its bytes add up.
+        """
+        for peer, each in list(self._sums.items()):
+            if each.size_bytes >= MIN_BYTES:
+                self._rates.add([self._sums.pop(peer)])
+        self.arriving = self._rates.bytes_per_s()
+        return {
+            peer: min(rate, self.told[peer]) for peer, rate in self.arriving.items() if self.told.get(peer)
+        }
+
+
 def agreed_rates(members: Sequence[PeerId], reports: Mapping[PeerId, Measured]) -> dict[PeerId, float]:
     """Return the rate of every member in bytes per second: the median of the others' measurements.
 

@@ -267,8 +267,9 @@ class StagesSection(_Section):
     cuts: Literal["auto"] | Annotated[tuple[int, ...], Field(strict=False)] = "auto"
     """The first block of each stage but stage 0. `train create` replaces "auto" by the cuts whose
     largest stage has the fewest bytes."""
-    codec: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
-    """How activations and gradients are sent between stages (``codecs.boundary``)."""
+    codec: Literal["float32", "bfloat16", "int8", "int4", "auto"] = "float32"
+    """How activations and gradients are sent between stages (``codecs.boundary``). "auto" lets each
+    link choose."""
     subspace: int | None = Field(default=None, ge=1)
     """Numbers of a token that cross a boundary, for new models; None: the hidden size."""
 
@@ -557,6 +558,8 @@ class Job(_Section):
                 why = "is for new models, and this one starts from a checkpoint"
             elif any(source.is_own for source in self.data.sources):
                 why = 'sends tokens to every stage, and data with source = "own" stays on its machine'
+            elif self.stages.codec == "auto":
+                why = 'sends few bytes, and codec = "auto" chooses for whole tensors'
             if why is not None:
                 raise JobError("stages", "subspace", why, hint="remove subspace")
         if self.exchange.codec is None:

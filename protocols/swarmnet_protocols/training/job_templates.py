@@ -105,7 +105,7 @@ _STAGES = """
 [stages]                               # each worker has one stage of the model, and microbatches travel through all of them
 count = 3                              # there must be a worker of each: start `swarmnet train join` three times, each with a --data-dir of its own
 cuts = "auto"                          # stages of about equal bytes; or the first block of each stage but the first, such as [1, 3]
-codec = "float32"                      # of what travels between stages; "bfloat16", "int8" and "int4" send a half, a quarter and an eighth
+codec = "float32"                      # of what travels between stages; "bfloat16", "int8" and "int4" send a half, a quarter and an eighth; with "auto", each link chooses
 """
 
 _DILOCO = """\

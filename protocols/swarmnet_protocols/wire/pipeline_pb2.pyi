@@ -15,8 +15,10 @@ class MicrobatchRequest(_message.Message):
     def __init__(self, begin: _Optional[_Union[Microbatch, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("size_bytes",)
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    def __init__(self, size_bytes: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()
@@ -87,10 +89,12 @@ class Microbatch(_message.Message):
     def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., origin: _Optional[str] = ..., number: _Optional[int] = ..., stage: _Optional[int] = ..., chain: _Optional[_Iterable[str]] = ..., tokens: _Optional[int] = ..., forward_only: _Optional[bool] = ..., inputs: _Optional[bytes] = ..., sent: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("known",)
+    __slots__ = ("known", "bytes_per_s")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     known: bool
-    def __init__(self, known: _Optional[bool] = ...) -> None: ...
+    bytes_per_s: int
+    def __init__(self, known: _Optional[bool] = ..., bytes_per_s: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("stage", "busy")

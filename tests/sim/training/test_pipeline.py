@@ -16,7 +16,9 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import EXCHANGE, MICROBATCH, STEP
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training import bandwidth
 from swarmnet_protocols.training.catch_up import WorkerPosition
+from swarmnet_protocols.training.codecs.boundary import codecs_by_size
 from swarmnet_protocols.training.job_records import worker_announcement
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.pipeline import microbatches
@@ -138,10 +140,10 @@ def test_microbatches_arrive_while_their_round_begins(tmp_path: Path, monkeypatc
             began.append(asyncio.get_running_loop().time())
             passes.trainer._executor.owed_s += RESTART_S  # type: ignore[attr-defined]
 
-    def counted(passes: StagePasses, kept: KeptMicrobatch, sender: PeerId | None = None) -> None:
-        if sender is not None:  # else it rehearses
+    def counted(passes: StagePasses, kept: KeptMicrobatch, *ends: PeerId) -> None:
+        if ends:  # else it rehearses
             passed[asyncio.get_running_loop().time() < began[-1] + RESTART_S] += 1
-        forward(passes, kept, sender)
+        forward(passes, kept, *ends)
 
     monkeypatch.setattr(StagePasses, "restart", slow_restart)
     monkeypatch.setattr(StagePasses, "forward", counted)
@@ -179,11 +181,11 @@ async def ask_as_a_stranger(lab: StageLab, times: int, *, announced: bool, signe
             record = worker_announcement(stage_key(job, 0).hex(), transport.addresses(), position)
             await record.publish(MemoryDirectory(lab.board, identity, SWARM))
         client = MicrobatchClient(transport, job, Timing(), signed=signed)
-        inputs = bytes(lab.pipeline("1.0")._passes.boundary.inputs_bytes if signed else 0)
+        inputs = bytes(max(lab.pipeline("1.0")._passes.boundary.inputs_sizes) if signed else 0)
         microbatch = Microbatch(MicrobatchId(1 if signed else 2, identity.peer_id, 0), 1, chain)
         signature = identity.sign(microbatch.signed_bytes(job))
         microbatch = replace(microbatch, signature=signature)
-        asking = [asyncio.create_task(client.gradient(microbatch, (), inputs, 1)) for _ in range(times)]
+        asking = [asyncio.create_task(client.gradient(microbatch, (), inputs, {1})) for _ in range(times)]
         refused, _ = await asyncio.wait(asking, timeout=1.0)
         await cancel(*asking)
         return [str(each.exception()) for each in refused]
@@ -269,8 +271,8 @@ def test_real_boundaries_carry_the_bytes_of_the_yardstick(
     arrived: list[int] = []
     collected = microbatches.collected
 
-    async def counted(next_part: Any, size_bytes: int) -> bytearray:
-        arrived.append(len(data := await collected(next_part, size_bytes)))
+    async def counted(*given: Any) -> bytearray:
+        arrived.append(len(data := await collected(*given)))
         return data
 
     monkeypatch.setattr(microbatches, "collected", counted)
@@ -287,3 +289,36 @@ def test_real_boundaries_carry_the_bytes_of_the_yardstick(
     assert sum(event["bytes_sent"] for event in events) == sum(arrived)
     assert sum(event["bytes_received"] for event in events) == sum(arrived)
     assert list(lab.losses().values()) == pytest.approx([loss for _, loss in steps], rel=near)
+
+
+def test_only_a_slow_link_sends_fewer_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of 512 values are too small to measure in earnest."""
+    monkeypatch.setattr(microbatches, "LEAST_PART_BYTES", 64)
+    monkeypatch.setattr(bandwidth, "MIN_BYTES", 1)
+    sent: dict[str, list[int]] = {}
+
+    def trained(codec: str) -> StageLab:
+        job = staged_job(tmp_path, rounds=6, workers=2, least=1, stages=2, batch=16)
+        lab = StageLab(tmp_path / codec, job.replace("cuts = [1]", f'cuts = [1]\ncodec = "{codec}"'))
+        lab.step_s = {"0.0": 0.1, "1.0": 0.1, "1.1": 0.1}
+        for name, bytes_per_s in {"1.0": 1e6, "1.1": 2e3}.items():
+            lab.network.set_link(lab.peer("0.0"), lab.peer(name), LinkProfile(0.01, 0.0, bytes_per_s))
+        of = {lab.peer(name): name for name in ("1.0", "1.1")}
+
+        def watch(delivery: Delivery) -> None:
+            if delivery.protocol.id == MICROBATCH.id and delivery.message.payload and delivery.target in of:
+                part = pb.MicrobatchRequest.FromString(delivery.message.header).part
+                sent.setdefault(of[delivery.target], []).append(part.size_bytes)
+
+        if codec == "auto":
+            lab.network.observers.append(watch)
+        run(train(lab, "0.0", "1.0", "1.1"))
+        lab.check_books()
+        return lab
+
+    exact, auto = (trained(codec) for codec in ("float32", "auto"))
+    assert list(auto.losses().values()) == pytest.approx(list(exact.losses().values()), rel=1e-2)
+    float32, _, int8 = codecs_by_size("auto", 32, 16)
+    assert set(filter(None, sent["1.1"])) == {int8}
+    assert sent["1.0"][0] == int8
+    assert [each for each in sent["1.0"] if each][-1] == float32

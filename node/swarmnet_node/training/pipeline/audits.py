@@ -26,8 +26,8 @@ from swarmnet_protocols.training.pipeline.microbatches import (
     collected,
     microbatch_from_wire,
     microbatch_to_wire,
+    parts,
     peer_from_wire,
-    pieces,
 )
 from swarmnet_protocols.training.pipeline.receipts import (
     Receipt,
@@ -99,8 +99,8 @@ class StageAuditor:
             if request.HasField("recall"):
                 microbatch = self._read(request.recall.microbatch)
                 await self._job.workers.check(stream.peer, microbatch.stage)
-                for payload in pieces(self._recalled(microbatch, gradient=request.recall.gradient)):
-                    await stream.send(pb.AuditReply(part=pb.Part()), payload)
+                for part, payload in parts(self._recalled(microbatch, gradient=request.recall.gradient)):
+                    await stream.send(pb.AuditReply(part=part), payload)
             else:
                 audit = request.audit
                 microbatch, receipt = self._read(audit.microbatch), receipt_from_wire(audit.receipt)
@@ -210,13 +210,11 @@ class StageAuditor:
             wire = microbatch_to_wire(job.id, microbatch)
             await stream.send(pb.AuditRequest(recall=pb.Recall(microbatch=wire, gradient=gradient)))
 
-            async def next_part() -> Buffer:
-                _, payload = await stream.receive()
-                return payload
+            async def next_part() -> tuple[pb.Part, Buffer]:
+                reply, payload = await stream.receive()
+                return reply.part, payload
 
-            tensor = await collected(
-                next_part, boundary.gradient_bytes if gradient else boundary.inputs_bytes
-            )
+            tensor = await collected(next_part, boundary.codecs if gradient else boundary.inputs_sizes)
         finally:
             stream.close()
         if await asyncio.to_thread(tensor_hash, tensor) != hash:

@@ -237,9 +237,10 @@ class MicrobatchOrigin:
 
         async def send(number: int) -> None:
             batch = step.batches[number]
-            outputs = await self._turns.run(lambda: self._passes.begin_evaluation(batch))
             async with asyncio.timeout(most_s):
-                await self._travel(step, number, (), outputs)
+                chain = await self._complete(step, number, ())
+                outputs = await self._turns.run(lambda: self._passes.begin_evaluation(batch, chain[0]))
+                await self._travel(step, number, chain, outputs)
 
         await self._all_of(step, send)
         return self._passes.trainer.mean_loss(
@@ -334,8 +335,9 @@ class MicrobatchOrigin:
 
     async def _bring_home(self, step: _Step, number: int) -> None:
         begun = step.begun[number]
-        await self._turns.run(lambda: self._passes.begin(begun, step.batches[number]), Pass.BEGIN)
-        chain: tuple[PeerId, ...] = ()
+        chain = await self._complete(step, number, ())  # the codec of the outputs depends on the link
+        begin = partial(self._passes.begin, begun, step.batches[number], chain[0])
+        await self._turns.run(begin, Pass.BEGIN)
         while begun.answer is None:
             gradient, chain = await self._travel(step, number, chain, begun.outputs)
             try:
@@ -362,9 +364,9 @@ class MicrobatchOrigin:
             begun.sent += 1
             sent = Microbatch(id, 1, chain, tokens, step.is_evaluation, begun.sent)
             sent = replace(sent, signature=self._standing.sign(sent.signed_bytes(job)))
-            size_bytes = self._passes.boundary.answer_bytes(sent)
+            sizes = self._passes.boundary.answer_sizes(sent)
             try:
-                gradient, receipts = await self._client.gradient(sent, addresses, outputs or b"", size_bytes)
+                gradient, receipts = await self._client.gradient(sent, addresses, outputs or b"", sizes)
                 self._check(step, sent, receipts)
             except StageFailed as failed:
                 chain = self._without(chain, failed, blamed)

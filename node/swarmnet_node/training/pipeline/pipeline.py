@@ -31,7 +31,7 @@ from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import MICROBATCH, STEP
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
+from swarmnet_protocols.training.codecs.boundary import codecs_by_size
 from swarmnet_protocols.training.jobs import SealedJob
 from swarmnet_protocols.training.matchmaking.rosters import EXCHANGES_PER_ROUND
 from swarmnet_protocols.training.pipeline.chains import MAX_OPEN, MOST_BATCHES
@@ -87,10 +87,11 @@ class Pipeline:
         if settings.stages is None:
             raise ConfigError("this job has no stages")
         sequences = settings.training.microbatch or settings.training.batch_size
+        positions = sequences * settings.data.sequence_length
         boundary = Boundary(
-            BOUNDARY_CODECS[settings.stages.codec],
+            codecs_by_size(settings.stages.codec, positions, trainer.width),
             sequences,
-            sequences * settings.data.sequence_length,
+            positions,
             trainer.width,
             settings.job.seed,
             trainer.vocabulary,
@@ -207,6 +208,7 @@ class Pipeline:
     async def advance(self, round: int, state: bytes) -> None:
         """Begin ``round`` with the present weights, of the stage's ``state``."""
         self._round = round
+        self._passes.choose_codecs(self._client.rates.of_round(), self._turns.microbatch_s)
         self._accounts = {each: accounts for each, accounts in self._accounts.items() if each >= round}
         before = list(self._kept.values())
 
@@ -399,9 +401,8 @@ class Pipeline:
 
         with self._place(stream.peer):
             async with held:
-                await answer_microbatch(
-                    stream, self.job.timing, admit, self._passes.boundary.inputs_bytes, gradient
-                )
+                sizes, rates = self._passes.boundary.inputs_sizes, self._client.rates
+                await answer_microbatch(stream, self.job.timing, admit, sizes, rates, gradient)
 
     @contextmanager
     def _place(self, caller: PeerId) -> Iterator[None]:
@@ -481,7 +482,8 @@ class Pipeline:
         else:
             if kept.passed is None:
                 self._check_round(id)
-                await self._turns.run(lambda: passes.forward(kept, microbatch.sender), Pass.FORWARD)
+                ends = microbatch.sender, microbatch.onward().receiver
+                await self._turns.run(lambda: passes.forward(kept, *ends), Pass.FORWARD)
             if kept.answer is None or kept.rest != microbatch.rest:
                 if (outputs := kept.outputs) is None:
                     raise self._over(id)
@@ -511,7 +513,8 @@ class Pipeline:
         if self._origin is not None:
             await self._origin.note_loss(microbatch, inputs)
             return EVALUATED
-        outputs = await self._turns.run(lambda: self._passes.evaluated(inputs, microbatch.sender))
+        ends = microbatch.sender, microbatch.onward().receiver
+        outputs = await self._turns.run(lambda: self._passes.evaluated(inputs, *ends))
         answer, _ = await self._ask_next(microbatch, outputs)
         return answer
 
@@ -521,8 +524,8 @@ class Pipeline:
         """Return the next worker's answer and receipts. Raises ``StageFailed``."""
         onward = microbatch.onward()
         addresses = self._workers.addresses(onward.stage % self.job.stages, onward.receiver)
-        size_bytes = self._passes.boundary.answer_bytes(onward)
-        return await self._client.gradient(onward, addresses, outputs, size_bytes)
+        sizes = self._passes.boundary.answer_sizes(onward)
+        return await self._client.gradient(onward, addresses, outputs, sizes)
 
     def _check_round(self, id: MicrobatchId) -> None:
         if self._inner is None and id.round != self._round:

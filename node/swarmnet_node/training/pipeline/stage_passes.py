@@ -10,7 +10,7 @@ All methods run on the computing thread.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
@@ -26,6 +26,7 @@ from swarmnet_protocols.training.codecs.boundary import (
     BoundaryCodec,
     decode_ids,
     encode_ids,
+    fitting,
     id_bytes,
     rounding_seed,
 )
@@ -79,6 +80,8 @@ class KeptMicrobatch:
     """The later workers that have computed the microbatch."""
     receipts: tuple[Receipt, ...] = ()
     """Receipts of this worker and of the later ones that have computed the microbatch."""
+    codec: BoundaryCodec | None = None
+    """The codec of the outputs. None: the least exact one."""
 
     @property
     def outputs(self) -> Buffer | None:
@@ -124,7 +127,8 @@ class KeptMicrobatch:
 class Boundary:
     """The form of the tensors between stages."""
 
-    codec: BoundaryCodec
+    codecs: Mapping[int, BoundaryCodec]
+    """As of ``codecs_by_size``."""
     sequences: int
     positions: int
     width: int
@@ -133,22 +137,29 @@ class Boundary:
     """The model's number of tokens, if their ids cross with activations (``Subspace``); else 0."""
 
     @property
-    def gradient_bytes(self) -> int:
-        return self.codec.size_bytes(self.positions, self.width)
+    def ids_bytes(self) -> int:
+        return self.positions * id_bytes(self.vocabulary) if self.vocabulary else 0
 
     @property
-    def inputs_bytes(self) -> int:
-        ids_bytes = self.positions * id_bytes(self.vocabulary) if self.vocabulary else 0
-        return self.gradient_bytes + ids_bytes
+    def inputs_sizes(self) -> set[int]:
+        return {size + self.ids_bytes for size in self.codecs}
 
-    def answer_bytes(self, microbatch: Microbatch) -> int:
-        """Return the size of the answer to a microbatch."""
-        return len(EVALUATED) if microbatch.is_forward_only else self.gradient_bytes
+    def answer_sizes(self, microbatch: Microbatch) -> Container[int]:
+        """Return the sizes that the answer to a microbatch may have."""
+        return {len(EVALUATED)} if microbatch.is_forward_only else self.codecs
+
+    def codec_of(self, data: Buffer) -> BoundaryCodec:
+        """Return the codec of a stage's inputs, or of a gradient. Raises ``ProtocolViolation``."""
+        codec = self.codecs.get(len(data)) or self.codecs.get(len(data) - self.ids_bytes)
+        if codec is None:
+            raise ProtocolViolation(f"a tensor of {len(data)} bytes")
+        return codec
 
     def decode(self, data: Buffer) -> torch.Tensor:
         """Decode a stage's inputs, or a gradient. Raises ``ProtocolViolation``."""
-        view = memoryview(data)[: self.gradient_bytes]
-        return self.codec.decode(view, self.positions, self.width)
+        codec = self.codec_of(data)
+        view = memoryview(data)[: codec.size_bytes(self.positions, self.width)]
+        return codec.decode(view, self.positions, self.width)
 
     def ids(self, inputs: Buffer) -> torch.Tensor | None:
         """Return the ids of the inputs' tokens, [k, L]; None if they do not cross.
@@ -157,26 +168,35 @@ class Boundary:
         """
         if not self.vocabulary:
             return None
-        view = memoryview(inputs)[self.gradient_bytes :]
+        view = memoryview(inputs)[-self.ids_bytes :]
         return decode_ids(view, self.vocabulary).view(self.sequences, -1)
 
-    def outputs(self, values: torch.Tensor, ids: torch.Tensor | None) -> Buffer:
-        """Encode outputs. Raises ``Refusal`` if a value is not finite."""
-        encoded = self._encoded(values, None)
+    def outputs(
+        self, values: torch.Tensor, ids: torch.Tensor | None, codec: BoundaryCodec | None = None
+    ) -> Buffer:
+        """Encode outputs, with the least exact codec unless another is given.
+
+        Raises ``Refusal`` if a value is not finite.
+        """
+        encoded = self._encoded(codec or [*self.codecs.values()][-1], values, None)
         if not self.vocabulary or ids is None:
             return encoded
         return b"".join([encoded, encode_ids(ids, self.vocabulary)])
 
-    def gradient(self, values: torch.Tensor | None, id: MicrobatchId, stage: int) -> Buffer:
-        """Encode the gradient of a stage's inputs. Raises ``Refusal`` if a value is not finite."""
+    def gradient(self, values: torch.Tensor | None, id: MicrobatchId, stage: int, inputs: Buffer) -> Buffer:
+        """Encode the gradient of a stage's inputs with their codec.
+
+        Raises ``Refusal`` if a value is not finite.
+        """
         if values is None:
             raise Refusal(refusal_pb2.REASON_INTERNAL, "this stage does not depend on its inputs")
         origin = int.from_bytes(sha256(id.origin.encode()).digest()[:8])
-        return self._encoded(values, rounding_seed(self.seed, (id.round, origin, id.number), stage))
+        seed = rounding_seed(self.seed, (id.round, origin, id.number), stage)
+        return self._encoded(self.codec_of(inputs), values, seed)
 
-    def _encoded(self, values: torch.Tensor, seed: int | None) -> Buffer:
+    def _encoded(self, codec: BoundaryCodec, values: torch.Tensor, seed: int | None) -> Buffer:
         try:
-            return self.codec.encode(values, seed)
+            return codec.encode(values, seed)
         except ValueError as error:
             raise Refusal(refusal_pb2.REASON_NOT_FINITE, str(error)) from error
 
@@ -201,6 +221,18 @@ class StagePasses:
         self._seconds = 0.0
         self._tokens = 0
         self._usual_inputs, self._usual_gradients = UsualNorms(), UsualNorms()
+        self._sizes: dict[PeerId, int] = {}
+        """The bytes of a tensor on the link to each measured worker, in this round."""
+
+    def choose_codecs(self, rates: Mapping[PeerId, float], compute_s: float) -> None:
+        """Choose the codec of each link for a round, as ``fitting`` says."""
+        sizes = list(self.boundary.codecs)
+        self._sizes = {
+            peer: fitting(sizes, rate, compute_s, self._sizes.get(peer)) for peer, rate in rates.items()
+        }
+
+    def _codec_to(self, receiver: PeerId | None) -> BoundaryCodec | None:
+        return None if receiver not in self._sizes else self.boundary.codecs[self._sizes[receiver]]
 
     @property
     def count(self) -> int:
@@ -232,7 +264,7 @@ class StagePasses:
             ids = torch.zeros(boundary.sequences, boundary.positions // boundary.sequences, dtype=torch.int64)
             kept.inputs = boundary.outputs(values, ids)
             self.forward(kept)
-            self.backward(kept, boundary.gradient(values, id, self.trainer.stage), id)
+            self.backward(kept, boundary.gradient(values, id, self.trainer.stage, kept.inputs), id)
         else:
             batch = self.trainer.microbatches(0, 0, range(1))[0]
             self.begin(kept, batch)
@@ -241,16 +273,18 @@ class StagePasses:
             self.finish(kept, b"" if home.answer is None else home.answer.grad_inputs)
         self.restart()
 
-    def begin_evaluation(self, batch: torch.Tensor) -> Buffer:
+    def begin_evaluation(self, batch: torch.Tensor, receiver: PeerId) -> Buffer:
         """Return the outputs of stage 0 in an evaluation."""
         with self.trainer.evaluating():
-            return self.boundary.outputs(self.trainer.begin(batch), inputs_of(batch))
+            outputs = self.trainer.begin(batch)
+            return self.boundary.outputs(outputs, inputs_of(batch), self._codec_to(receiver))
 
-    def begin(self, kept: KeptMicrobatch, batch: torch.Tensor) -> None:
-        """Compute the outputs of stage 0."""
+    def begin(self, kept: KeptMicrobatch, batch: torch.Tensor, receiver: PeerId | None = None) -> None:
+        """Compute the outputs of stage 0, for the worker ``receiver``."""
         started = time.perf_counter()
         values = self.trainer.begin(batch)
-        kept.passed = Graph(self.boundary.outputs(values, inputs_of(batch)), values)
+        kept.codec = kept.codec or self._codec_to(receiver)
+        kept.passed = Graph(self.boundary.outputs(values, inputs_of(batch), kept.codec), values)
         self._seconds += time.perf_counter() - started
 
     def finish(self, kept: KeptMicrobatch, gradient: Buffer, sender: PeerId | None = None) -> None:
@@ -281,20 +315,26 @@ class StagePasses:
             gradient = self.trainer.accumulate(loss, None, leaf)
             self.is_outdated |= id.number in self.losses
             self.losses[id.number] = float(loss.detach())
-            kept.passed = MicrobatchAnswer(grad_inputs=self.boundary.gradient(gradient, id, 0))
+            grad_inputs = self.boundary.gradient(gradient, id, 0, kept.inputs)
+            kept.passed = MicrobatchAnswer(grad_inputs=grad_inputs)
             self._seconds += time.perf_counter() - started
 
-    def forward(self, kept: KeptMicrobatch, sender: PeerId | None = None) -> None:
+    def forward(
+        self, kept: KeptMicrobatch, sender: PeerId | None = None, receiver: PeerId | None = None
+    ) -> None:
         """Compute the outputs of a later stage, unless they are known.
 
         ``sender``: the worker that sent the inputs. None if they were admitted before.
+        ``receiver``: the worker that gets the outputs. None if they have a codec already.
         """
         if kept.passed is None and kept.inputs is not None:
             started = time.perf_counter()
             leaf = self._decoded(kept.inputs, self._usual_inputs, sender).requires_grad_()
             ids = self.boundary.ids(kept.inputs)
             values = self.trainer.forward(leaf, self.boundary.sequences, ids)
-            kept.passed = Graph(self.boundary.outputs(values, ids), values, leaf, self.state)
+            kept.codec = kept.codec or self._codec_to(receiver)
+            outputs = self.boundary.outputs(values, ids, kept.codec)
+            kept.passed = Graph(outputs, values, leaf, self.state)
             self._seconds += time.perf_counter() - started
 
     def backward(
@@ -314,16 +354,17 @@ class StagePasses:
             self._accumulated.append(id)
             self._tokens += kept.tokens
             values = self.trainer.accumulate(graph.values, decoded, graph.leaf)
-            grad_inputs = self.boundary.gradient(values, id, self.trainer.stage)
+            grad_inputs = self.boundary.gradient(values, id, self.trainer.stage, kept.inputs or b"")
             kept.passed = MicrobatchAnswer(graph.outputs, gradient, grad_inputs, graph.state)
             self._seconds += time.perf_counter() - started
 
-    def evaluated(self, inputs: Buffer, sender: PeerId) -> Buffer:
+    def evaluated(self, inputs: Buffer, sender: PeerId, receiver: PeerId) -> Buffer:
         """Return the outputs of a later stage in an evaluation."""
         with self.trainer.evaluating():
             ids = self.boundary.ids(inputs)
             leaf = self._decoded(inputs, self._usual_inputs, sender)
-            return self.boundary.outputs(self.trainer.forward(leaf, self.boundary.sequences, ids), ids)
+            outputs = self.trainer.forward(leaf, self.boundary.sequences, ids)
+            return self.boundary.outputs(outputs, ids, self._codec_to(receiver))
 
     def evaluate(self, batch: torch.Tensor, inputs: Buffer, sender: PeerId) -> float:
         """Return the summed loss of a microbatch that comes home in an evaluation."""
@@ -345,30 +386,33 @@ class StagePasses:
     ) -> tuple[Buffer, Buffer] | None:
         """Return the outputs and the gradient of the inputs of a microbatch of another worker.
 
-        None unless the weights belong to ``state``.
+        None unless the weights belong to ``state``. A gradient has the codec of the tensor that
+        crossed the same boundary before, so the received tensors say the codecs of the answer.
         """
         if not state or state != self.state:
             return None
         leaf, gradient = self.boundary.decode(inputs), self.boundary.decode(grad_outputs)
         ids = self.boundary.ids(inputs)
         outputs, grad_inputs = self.trainer.answer(leaf, gradient, self.boundary.sequences, ids)
-        encoded = self.boundary.gradient(grad_inputs, id, self.trainer.stage)
-        return self.boundary.outputs(outputs, ids), encoded
+        encoded = self.boundary.gradient(grad_inputs, id, self.trainer.stage, inputs)
+        return self.boundary.outputs(outputs, ids, self.boundary.codec_of(grad_outputs)), encoded
 
     def agree(self, mine: Sequence[Buffer], theirs: Sequence[Buffer], bits: int) -> bool | None:
         """Return whether two answers differ by no more than the arithmetic explains.
 
         None if that is uncertain. ``bits``: precision of the other worker, as its receipt says.
         """
-        trainer = self.trainer
-        tolerance = Tolerance.of(
-            min(bits, trainer.bits),
-            trainer.blocks,
-            self.boundary.codec.level,
-            self.boundary.width,
-            routed=trainer.is_routed,
-        )
-        found = [tolerance.agree(*map(self.boundary.decode, pair)) for pair in zip(mine, theirs, strict=True)]
+        trainer, boundary = self.trainer, self.boundary
+
+        def compared(one: Buffer, other: Buffer) -> bool | None:
+            level = max(boundary.codec_of(one).level, boundary.codec_of(other).level)
+            precision = min(bits, trainer.bits)
+            tolerance = Tolerance.of(
+                precision, trainer.blocks, level, boundary.width, routed=trainer.is_routed
+            )
+            return tolerance.agree(boundary.decode(one), boundary.decode(other))
+
+        found = list(map(compared, mine, theirs))
         return False if False in found else None if None in found else True
 
     def settle(

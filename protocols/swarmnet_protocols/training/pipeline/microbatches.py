@@ -13,8 +13,9 @@ worker, and sends the same microbatch again.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import race
@@ -24,6 +25,7 @@ from swarmnet_protocols.net.protocol_ids import MICROBATCH
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.bandwidth import LinkRates
 from swarmnet_protocols.training.pipeline.receipts import (
     Receipt,
     check_receipts,
@@ -39,6 +41,10 @@ ToCaller = TypedStream[pb.MicrobatchReply, pb.MicrobatchRequest]
 EVALUATED = b"\1"
 """The answer to a microbatch of an evaluation."""
 _DOMAIN = b"swarmnet-chain-1"
+PARTS = 4
+"""Parts of a tensor of usual size. The receiver times all but the first. With more, a small tensor
+takes more messages. With fewer, less of it is timed."""
+LEAST_PART_BYTES = 16 << 10
 _PASSING = (refusal_pb2.REASON_OVERLOADED, refusal_pb2.REASON_OUT_OF_RESOURCES)
 
 
@@ -217,25 +223,26 @@ class MicrobatchClient:
     signed: bool
     """Whether workers sign receipts."""
     traffic: BoundaryBytes = field(default_factory=BoundaryBytes)
+    rates: LinkRates = field(default_factory=LinkRates)
 
     async def gradient(
         self,
         microbatch: Microbatch,
         addresses: Sequence[str],
         outputs: Buffer,
-        size_bytes: int,
+        sizes: Container[int],
     ) -> tuple[bytearray, tuple[Receipt, ...]]:
         """Return the encoded gradient of ``outputs`` from the receiver of ``microbatch``.
 
-        Also return the receipts of the receiver and the workers after it. ``size_bytes``: the size
-        of the gradient. Raises ``StageFailed``.
+        Also return the receipts of the receiver and the workers after it. ``sizes``: the sizes
+        that the gradient may have. Raises ``StageFailed``.
         """
         try:
             stream = await MICROBATCH.open(
                 self.transport, microbatch.receiver, self.timing, addresses=addresses
             )
             try:
-                answer, receipts = await self._ask(stream, microbatch, outputs, size_bytes)
+                answer, receipts = await self._ask(stream, microbatch, outputs, sizes)
             finally:
                 stream.close()
             if self.signed:
@@ -248,7 +255,7 @@ class MicrobatchClient:
             raise StageFailed(microbatch.stage, str(error), busy=busy) from error
 
     async def _ask(
-        self, stream: ToNext, microbatch: Microbatch, outputs: Buffer, size_bytes: int
+        self, stream: ToNext, microbatch: Microbatch, outputs: Buffer, sizes: Container[int]
     ) -> tuple[bytearray, tuple[Receipt, ...]]:
         begin = microbatch_to_wire(self.job, microbatch)
         if self.signed and not microbatch.is_forward_only:
@@ -257,9 +264,10 @@ class MicrobatchClient:
         reply, _ = await stream.receive()
         if not reply.HasField("admitted"):
             raise _failure(reply, microbatch)
+        self.rates.told[stream.peer] = float(reply.admitted.bytes_per_s)
         if not reply.admitted.known:
-            for payload in pieces(outputs):
-                await stream.send(pb.MicrobatchRequest(part=pb.Part()), payload)
+            for part, payload in parts(outputs):
+                await stream.send(pb.MicrobatchRequest(part=part), payload)
                 self.traffic.forward += len(payload)
         receipts: tuple[Receipt, ...] = ()
         if self.signed and microbatch.has_receipts:
@@ -268,14 +276,14 @@ class MicrobatchClient:
                 raise _failure(reply, microbatch)
             receipts = receipts_from_wire(reply.receipts, len(microbatch.chain))
 
-        async def next_part() -> Buffer:
+        async def next_part() -> tuple[pb.Part, Buffer]:
             reply, payload = await stream.receive()
             if not reply.HasField("part"):
                 raise _failure(reply, microbatch)
-            return payload
+            return reply.part, payload
 
-        gradient = await collected(next_part, size_bytes)
-        self.traffic.received += size_bytes
+        gradient = await collected(next_part, sizes, partial(self.rates.add, stream.peer))
+        self.traffic.received += len(gradient)
         return gradient, receipts
 
 
@@ -286,51 +294,71 @@ def _failure(reply: pb.MicrobatchReply, microbatch: Microbatch) -> SwarmnetError
     return StageFailed(stage, "failed, as the worker before it says", busy=reply.failed.busy)
 
 
-def pieces(data: Buffer) -> Iterator[memoryview]:
-    """Yield the parts in which a tensor is sent."""
-    view = memoryview(data)
-    for start in range(0, len(view), MICROBATCH.max_payload_bytes):
-        yield view[start : start + MICROBATCH.max_payload_bytes]
+def parts(data: Buffer) -> Iterator[tuple[pb.Part, memoryview]]:
+    """Yield the messages in which a tensor is sent, with their payloads."""
+    view, part = memoryview(data), pb.Part(size_bytes=len(data))
+    most = max(LEAST_PART_BYTES, -(-len(data) // PARTS))
+    for start in range(0, len(view), step := min(most, MICROBATCH.max_payload_bytes)):
+        yield part, view[start : start + step]
 
 
-async def collected(next_part: Callable[[], Awaitable[Buffer]], size_bytes: int) -> bytearray:
-    """Return the bytes of a tensor. Memory grows with what has arrived."""
-    data = bytearray()
-    while len(data) < size_bytes:
-        part = await next_part()
-        if not 0 < len(part) <= size_bytes - len(data):
-            raise ProtocolViolation("a tensor of another size than the job's")
-        data += part
-    return data
+async def collected(
+    next_part: Callable[[], Awaitable[tuple[pb.Part, Buffer]]],
+    sizes: Container[int],
+    timed: Callable[[int, float], None] = lambda *_: None,
+) -> bytearray:
+    """Return the bytes of a tensor of one of these sizes. Memory grows with what has arrived.
+
+    ``timed`` gets the bytes and the seconds of all parts but the first.
+    """
+    clock = asyncio.get_running_loop().time
+    part, payload = await next_part()
+    began_s, first_bytes, data = clock(), len(payload), bytearray()
+    while True:
+        check_part(part, sizes, len(data), len(payload))
+        data += payload
+        if len(data) == part.size_bytes:
+            timed(len(data) - first_bytes, clock() - began_s)
+            return data
+        part, payload = await next_part()
+
+
+def check_part(part: pb.Part, sizes: Container[int], start: int, size_bytes: int) -> None:
+    """Raise ``ProtocolViolation`` unless a part fits in a tensor of one of these ``sizes``."""
+    if part.size_bytes not in sizes or not 0 < size_bytes <= part.size_bytes - start:
+        raise ProtocolViolation("a tensor of another size than the job's")
 
 
 async def answer_microbatch(
     stream: ToCaller,
     timing: Timing,
     admit: Callable[[], Awaitable[bool]],
-    size_bytes: int,
+    sizes: Container[int],
+    rates: LinkRates,
     gradient: Callable[[bytearray | None], Awaitable[tuple[Buffer, Sequence[Receipt]]]],
 ) -> None:
     """Answer one request whose first message was received.
 
     - ``admit`` returns whether the inputs are known.
-    - ``size_bytes``: the size of the inputs.
+    - ``sizes``: the sizes that the inputs may have. ``rates`` gets their bandwidth.
     - ``gradient`` returns the gradient of the inputs, and the receipts that go with it. It gets the
       inputs unless they are known.
 
     Sends heartbeats meanwhile. Raises the errors of both, except ``StageFailed``.
     """
 
-    async def next_part() -> Buffer:
+    async def next_part() -> tuple[pb.Part, Buffer]:
         request, payload = await stream.receive()
         if not request.HasField("part"):
             raise ProtocolViolation("an unexpected message of the caller")
-        return payload
+        return request.part, payload
 
     async def answer() -> None:
         known = await admit()
-        await stream.send(pb.MicrobatchReply(admitted=pb.Admitted(known=known)))
-        inputs = None if known else await collected(next_part, size_bytes)
+        admitted = pb.Admitted(known=known, bytes_per_s=int(rates.arriving.get(stream.peer, 0)))
+        await stream.send(pb.MicrobatchReply(admitted=admitted))
+        timed = partial(rates.add, stream.peer)
+        inputs = None if known else await collected(next_part, sizes, timed)
         try:
             values, receipts = await gradient(inputs)
         except StageFailed as failed:
@@ -338,8 +366,8 @@ async def answer_microbatch(
             return
         if receipts:
             await stream.send(pb.MicrobatchReply(receipts=receipts_to_wire(receipts)))
-        for payload in pieces(values):
-            await stream.send(pb.MicrobatchReply(part=pb.Part()), payload)
+        for part, payload in parts(values):
+            await stream.send(pb.MicrobatchReply(part=part), payload)
 
     heartbeat = pb.MicrobatchReply(heartbeat=pb.Heartbeat())
     await race(answer(), stream.send_heartbeats(timing.heartbeat_s, lambda: heartbeat))

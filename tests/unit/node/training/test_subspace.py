@@ -94,12 +94,13 @@ def test_models_that_would_leave_the_subspace_are_refused(
     [
         ({"data": {"path": None, "source": "own", "format": "text"}}, "stays on its machine"),
         ({"model": {"config": None, "checkpoint": "org/name"}}, "starts from a checkpoint"),
+        ({"stages": {"codec": "auto"}}, "chooses for whole tensors"),
     ],
 )
-def test_a_subspace_is_for_new_models_and_shared_data(
+def test_a_subspace_needs_a_new_model_and_a_fixed_codec(
     changes: dict[str, dict[str, Any]], why: str, tmp_path: Path
 ) -> None:
-    stages = {"count": 4, "cuts": (0, 1, 2), "subspace": RANK}
+    stages = {"count": 4, "cuts": (0, 1, 2), "subspace": RANK} | changes.get("stages", {})
     job = {"model": {"config": config_of("llama")}, "method": {"name": "allreduce", "settings": {}}}
     with pytest.raises(JobError, match=why):
         tiny_job(tmp_path, **(job | changes | {"stages": stages})).check()

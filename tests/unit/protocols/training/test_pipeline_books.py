@@ -13,7 +13,10 @@ import pytest
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.training import bandwidth
+from swarmnet_protocols.training.bandwidth import LinkRates
 from swarmnet_protocols.training.catch_up import WorkerPosition
+from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS, codecs_by_size
 from swarmnet_protocols.training.pipeline import chains, microbatches, step_streams
 from swarmnet_protocols.training.pipeline.chains import MOST_BATCHES, WAYS, StageDraws, part_of
 from swarmnet_protocols.training.pipeline.ledger import (
@@ -42,10 +45,12 @@ from swarmnet_protocols.training.pipeline.stage_rows import stage_rows
 from swarmnet_protocols.wire import pipeline_pb2 as pb
 from swarmnet_protocols.wire.report_pb2 import RecentWork, WorkerReport, WorkerStage
 from tests.defences import Patch, defence, replacing, yes
+from tests.support.network.virtual_time import run
 
 JOB = bytes(range(32))
 IDENTITIES = [Identity.from_seed(bytes([number])) for number in range(4)]
 ORIGIN, FIRST, SECOND, OTHER = (each.peer_id for each in IDENTITIES)
+INT4_BYTES = BOUNDARY_CODECS["int4"].size_bytes(8, 64)
 
 
 def signed(sent: Microbatch, by: Identity = IDENTITIES[0]) -> Microbatch:
@@ -340,3 +345,35 @@ def test_a_worker_that_looks_at_the_stages_decides() -> None:
     assert decide(replace(new, job_round=1)) == Restore(1, None)
     assert decide(replace(alone, waited=True, is_over=True)) is Decision.END
     assert decide(replace(alone, is_over=True)) == Restore(7, None)
+
+
+@defence(
+    "a tensor has a codec of the job",
+    off=replacing(microbatches, "check_part", lambda *_: None),
+    size_bytes=INT4_BYTES,
+)
+@pytest.mark.parametrize("size_bytes", [INT4_BYTES, 1, 1 << 50])
+def test_a_tensor_in_a_codec_that_the_job_forbids_is_refused(size_bytes: int) -> None:
+    sizes = codecs_by_size("auto", 8, 64)
+    payload = bytes(min(size_bytes, INT4_BYTES))
+
+    async def hostile() -> tuple[pb.Part, bytes]:
+        return pb.Part(size_bytes=size_bytes), payload
+
+    with pytest.raises(ProtocolViolation, match="another size"):
+        run(microbatches.collected(hostile, sizes))
+    assert INT4_BYTES not in sizes
+
+
+def test_both_ends_measure_a_link(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(bandwidth, "MIN_BYTES", 100)
+    rates = LinkRates()
+    rates.add(FIRST, 60, 1.0)
+    rates.told[FIRST] = 30.0
+    assert rates.of_round() == {}
+    rates.add(FIRST, 60, 1.0)
+    rates.add(OTHER, 120, 1.0)
+    assert rates.of_round() == {FIRST: 30.0}
+    assert rates.arriving == {FIRST: 60.0, OTHER: 120.0}
+    rates.told[FIRST] = 90.0
+    assert rates.of_round() == {FIRST: 60.0}

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.training.codecs import blockwise, boundary, get_codec
-from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS, rounding_seed
+from swarmnet_protocols.training.codecs.boundary import (
+    BOUNDARY_CODECS,
+    codecs_by_size,
+    fitting,
+    rounding_seed,
+)
 from tests.defences import defence, replacing
 
 SHAPE = (33, 100)
@@ -132,3 +137,35 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
 def test_ids_of_another_size_are_refused() -> None:
     with pytest.raises(ProtocolViolation, match="bytes of ids"):
         boundary.decode_ids(b"123", 300)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "before", "chosen"),
+    [
+        (0.0, None, "int8"),  # unmeasured
+        (799.0, None, "bfloat16"),
+        (800.0, None, "float32"),  # half of the time
+        (399.0, None, "int8"),
+        (100.0, None, "int8"),  # nothing hides
+        (700.0, "float32", "float32"),
+        (399.0, "float32", "bfloat16"),
+        (300.0, "bfloat16", "bfloat16"),
+        (300.0, "int8", "int8"),
+        (199.0, "bfloat16", "int8"),
+        (799.0, "int8", "bfloat16"),
+    ],
+)
+def test_a_link_takes_the_most_exact_codec_that_hides(
+    bytes_per_s: float, before: str | None, chosen: str
+) -> None:
+    """A microbatch takes a second, and a tensor 400, 200 or 100 bytes."""
+    sizes = {"float32": 400, "bfloat16": 200, "int8": 100}
+    found = fitting([*sizes.values()], bytes_per_s, 1.0, None if before is None else sizes[before])
+    assert found == sizes[chosen]
+
+
+def test_a_size_says_the_codec_of_a_tensor() -> None:
+    for hidden_size in range(3, 300):
+        names = [codec.vectors.name for codec in codecs_by_size("auto", 1, hidden_size).values()]
+        assert names == ["float32", "bfloat16", "int8"]
+    assert [codec.vectors.name for codec in codecs_by_size("int4", 8, 8).values()] == ["int4"]
