@@ -1,7 +1,7 @@
 """Codecs of boundaries on a pipeline of four stages: loss against simulated time and bytes.
 
     python -m tests.bench.pipeline [--rows float32 int8 float32:k=16 ...] [--steps 120]
-                                   [--learning-rate RATE] [--seed 0] [--out DIR]
+                                   [--mbits 20 500 500 500] [--learning-rate RATE] [--seed 0] [--out DIR]
 
 The rules are those of ProtocolNanoGPT, in small (docs/decisions/0165). A byte-level Llama of four
 blocks learns the Python standard library's source; every stage has one block. One process computes
@@ -9,6 +9,9 @@ all stages. Each tensor that crosses a boundary is encoded and decoded, and the 
 bills its bytes. A simulated clock gives the seconds of a step: links of 20 Mbit/s with 50 ms, one
 inbound link for each stage, and processors of 50 GFLOP/s. The score is T, the steps to the target
 loss times the seconds of a step. Prints one JSON object a row; in DIR come curves.json and plots.
+
+``--mbits`` gives the inbound link of each stage another bandwidth. In the row ``auto``, each boundary
+has the codec that its sender would choose from the slower of its two links.
 
 The first row is the yardstick of the others. A row is a codec, or ``CODEC:k=K`` for a model in a
 shared subspace of K dimensions. Its MLPs are wider, so that all rows have equally many parameters.
@@ -32,8 +35,9 @@ from swarmnet_node.training.model.stage_model import build_stage
 from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.training.codecs.boundary import (
-    BOUNDARY_CODECS,
     BoundaryCodec,
+    codecs_by_size,
+    fitting,
     id_bytes,
     rounding_seed,
 )
@@ -55,8 +59,8 @@ LEARNING_RATE = 4e-3
 WARMUP_STEPS = 20
 EVAL_EVERY = 5
 EVAL_BATCHES = 1
-LINK = "20 Mbit/s 50 ms"
-BYTES_PER_S = 20 * MEGABIT
+LINK = "simulated links"
+MBITS = (20.0,) * STAGES
 DELAY_S = 0.05
 FLOP_PER_S = 50e9
 """A processor core of 2024, measured on matrices of this size. With faster ones, more of a step is
@@ -83,7 +87,9 @@ def path_of(parameters: int, head: int) -> list[Visit]:
     return [*out, Visit(0, 6 * head * tokens / FLOP_PER_S), *home]
 
 
-def step_seconds(path: Sequence[Visit], sizes: Sequence[int], microbatches: int) -> float:
+def step_seconds(
+    path: Sequence[Visit], sizes: Sequence[int], microbatches: int, mbits: Sequence[float] = MBITS
+) -> float:
     """Return the seconds of a step, in which ``sizes`` bytes follow each visit but the last.
 
     A sender stamps its clock on a tensor, so a link carries bytes while stages compute. A stage
@@ -103,7 +109,9 @@ def step_seconds(path: Sequence[Visit], sizes: Sequence[int], microbatches: int)
             is_idle[stage] = True
             if place + 1 < len(path):
                 receiver = path[place + 1].stage
-                link_free[receiver] = max(now, link_free[receiver]) + sizes[place] / BYTES_PER_S
+                link_free[receiver] = max(now, link_free[receiver]) + sizes[place] / (
+                    mbits[receiver] * MEGABIT
+                )
                 heapq.heappush(events, (link_free[receiver] + DELAY_S, place + 1, number, False))
         if waiting[stage] and is_idle[stage]:
             is_idle[stage] = False
@@ -113,11 +121,10 @@ def step_seconds(path: Sequence[Visit], sizes: Sequence[int], microbatches: int)
 
 
 class Pipeline:
-    """The trainers of all stages in one process, and the codec between them."""
+    """The trainers of all stages in one process, and the codecs between them."""
 
-    def __init__(self, row: str, job: Job, cache_dir: Path) -> None:
+    def __init__(self, row: str, job: Job, cache_dir: Path, mbits: Sequence[float] = MBITS) -> None:
         assert job.stages is not None
-        self._codec, _ = parse_row(row)
         self._batches = Batches.of(job, open_corpus(job.data, cache_dir))
         machine = TrainingMachine(cache_dir, 1 << 40)
         self._stages = [
@@ -128,6 +135,14 @@ class Pipeline:
         self._billed = [0] * (2 * STAGES)
         """Bytes that receivers were billed in the present step, by the place in the path."""
         self.path = path_of(self._stages[1].parameter_count, HIDDEN * VOCABULARY)
+        name, rank = parse_row(row)
+        self._codecs: list[BoundaryCodec] = []
+        """The codec of each boundary."""
+        for stage in range(STAGES):
+            codecs = codecs_by_size(name, SEQUENCES * POSITIONS // MICROBATCHES, rank or HIDDEN)
+            slower = MEGABIT * min(mbits[stage], mbits[(stage + 1) % STAGES])
+            compute_s = sum(visit.seconds for visit in self.path if visit.stage == stage)
+            self._codecs.append(codecs[fitting(list(codecs), slower, compute_s, None)])
 
     def step(self, number: int) -> tuple[list[int], float]:
         """Take a step. Returns the bytes of each crossing and the training loss."""
@@ -180,15 +195,16 @@ class Pipeline:
 
         ``seed``: of the rounding of a gradient; None for activations.
         """
-        payload = self._codec.encode(values, seed)
+        codec = self._codecs[min(place, 2 * STAGES - 1 - place)]
+        payload = codec.encode(values, seed)
         self._billed[place] += len(payload)
-        return self._codec.decode(payload, *values.shape)
+        return codec.decode(payload, *values.shape)
 
 
-def parse_row(row: str) -> tuple[BoundaryCodec, int | None]:
+def parse_row(row: str) -> tuple[str, int | None]:
     """Return the codec of a row, and the dimension of its subspace."""
     codec, _, rank = row.partition(":k=")
-    return BOUNDARY_CODECS[codec], int(rank) if rank else None
+    return codec, int(rank) if rank else None
 
 
 def pipeline_job(row: str, *, seed: int, steps: int, learning_rate: float) -> Job:
@@ -222,8 +238,8 @@ def pipeline_job(row: str, *, seed: int, steps: int, learning_rate: float) -> Jo
 def train(row: str, arguments: argparse.Namespace, cache_dir: Path) -> Curve:
     """Train a row."""
     job = pipeline_job(row, seed=arguments.seed, steps=arguments.steps, learning_rate=arguments.learning_rate)
-    pipeline = Pipeline(row, job, cache_dir)
-    curve = Curve(row, pipeline.parameters)
+    pipeline = Pipeline(row, job, cache_dir, arguments.mbits)
+    curve = Curve(row if len(set(arguments.mbits)) == 1 else f"{row} on mixed links", pipeline.parameters)
     size_bytes, seconds = 0, 0.0
     for step in range(arguments.steps + 1):
         if step % EVAL_EVERY == 0 or step == arguments.steps:
@@ -234,7 +250,7 @@ def train(row: str, arguments: argparse.Namespace, cache_dir: Path) -> Curve:
             sizes, _ = pipeline.step(step)
             size_bytes += sum(sizes)
             each_bytes = [each // MICROBATCHES for each in sizes]
-            seconds += step_seconds(pipeline.path, each_bytes, MICROBATCHES)
+            seconds += step_seconds(pipeline.path, each_bytes, MICROBATCHES, arguments.mbits)
     return curve
 
 
@@ -268,6 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", nargs="+", default=ROWS, metavar="ROW")
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--mbits", nargs=STAGES, type=float, default=MBITS, metavar="MBIT/S")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder for curves.json and the plots")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS
+from swarmnet_protocols.training.codecs.boundary import BOUNDARY_CODECS, codecs_by_size
 from swarmnet_protocols.training.job_settings import DataSection
 from tests.bench import pipeline
 from tests.bench.pipeline import Visit, pipeline_job, report, step_seconds, train
@@ -47,7 +47,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("row", ["float32", "int4", "int8:k=16"])
 def test_the_meter_bills_the_bytes_of_every_crossing(row: str, small: Path) -> None:
-    curve = train(row, argparse.Namespace(seed=0, steps=3, learning_rate=1e-3), small)
+    curve = train(row, argparse.Namespace(seed=0, steps=3, learning_rate=1e-3, mbits=pipeline.MBITS), small)
     codec, _, rank = row.partition(":k=")
     one_way = BOUNDARY_CODECS[codec].size_bytes(2 * 16, int(rank or 64))
     ids = 2 * 16 if rank else 0
@@ -55,6 +55,15 @@ def test_the_meter_bills_the_bytes_of_every_crossing(row: str, small: Path) -> N
     assert last.size_bytes == 3 * 2 * 4 * (2 * one_way + ids)
     assert last.val_loss < first.val_loss
     assert curve.parameters == pytest.approx(197_184, rel=2e-3)
+
+
+def test_only_boundaries_between_fast_links_are_more_exact(small: Path) -> None:
+    """Stage 0 has a slow link, so the first boundary and the last one are slow."""
+    mbits = (1e-3, 1e6, 1e6, 1e6)
+    curve = train("auto", argparse.Namespace(seed=0, steps=1, learning_rate=1e-3, mbits=mbits), small)
+    float32, _, int8 = codecs_by_size("auto", 2 * 16, 64)
+    assert curve.points[-1].size_bytes == 2 * 2 * 2 * (float32 + int8)
+    assert curve.label == "auto on mixed links"
 
 
 def test_a_report_has_the_score_and_its_ratios() -> None:
