@@ -13,7 +13,7 @@ from swarmnet import swarm_file
 from swarmnet.swarm_file import writer as swarm_writer
 from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.swarm_file.writer import NewSwarm
-from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, IntegrityError
 
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
 
@@ -37,7 +37,7 @@ def test_changed_bytes_are_refused_or_change_nothing(data: st.DataObject, is_ope
         damaged[position] = data.draw(st.integers(0, 255))
     try:
         read = swarm_file.parse(bytes(damaged))
-    except (ConfigError, IntegrityError):
+    except (ConfigError, IncompatibleVersion, IntegrityError):
         return
     assert read == (replace(file, bootstrap=read.bootstrap) if is_open else file)
 

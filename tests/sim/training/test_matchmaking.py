@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.matchmaking import group_state, matchmaking
 from swarmnet_protocols.training.matchmaking.matchmaking import ELSEWHERE_S, Matchmaking
-from swarmnet_protocols.training.matchmaking.positions import OutOfSync
+from swarmnet_protocols.training.matchmaking.positions import OutOfSync, PositionAsker
 from swarmnet_protocols.training.matchmaking.rosters import (
     Roster,
 )
+from swarmnet_protocols.wire.workers_pb2 import Position
 from tests.defences import Patch, defence, replacing
 from tests.support.network.memory_network import Delivery, MemoryNetwork
 from tests.support.training.peers import AT_START, START, TIMEOUT_S, TIMING, Worker, names, simulate
@@ -99,6 +101,33 @@ def test_a_liar_leaves_a_mate_out_of_few_rounds() -> None:
 
     simulate(4, scenario)
     assert 0 < len(missed) <= 5, "about every fourth round"
+
+
+async def nobody(*_: object) -> dict[PeerId, Position]:
+    return {}
+
+
+@defence("a leader holds nobody for long", off=replacing(PositionAsker, "ask_few", nobody))
+def test_a_leader_that_holds_a_mate_is_left() -> None:
+    """It gives the others a roster, and sends the mate heartbeats."""
+
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        liar, mate, *others = workers
+        followers = liar.matchmaking._followers
+        ready = followers.ready
+        followers.ready = lambda mine: {  # type: ignore[method-assign]
+            peer: each for peer, each in ready(mine).items() if peer != mate.member.peer
+        }
+        held = asyncio.create_task(mate.gather(workers))
+        await asyncio.gather(liar.gather([liar, *others]), *(each.gather([liar, *others]) for each in others))
+        for each in others:
+            await each.matchmaking.set_position(WorkerPosition(4, START))
+        with pytest.raises(OutOfSync) as caught:
+            await held
+        assert caught.value.peer in {each.member.peer for each in others}
+        assert asyncio.get_running_loop().time() < TIMING.matchmaking_poll_s + 1
+
+    simulate(4, scenario)
 
 
 async def believe_one(*_: object) -> bool:

@@ -99,7 +99,7 @@ def test_a_unit_has_started_when_its_command_says_that_it_is_ready(name: str) ->
     unit = Unit(name)
     assert unit["Service"]["Type"] == "notify"
     command = unit.command[1]
-    module = {"join": "foreground"}.get(command, f"commands/{command}")
+    module = {"join": "foreground", "serve": "endpoint/serve"}.get(command, f"commands/{command}")
     assert "notify_ready(" in (ROOT / "swarmnet" / "cli" / f"{module}.py").read_text()
 
 

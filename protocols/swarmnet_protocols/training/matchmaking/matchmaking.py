@@ -288,7 +288,11 @@ class Matchmaking:
         within_s = 2 * self._timeout_s
         try:
             async with asyncio.timeout(within_s):
-                return await race(self._request_roster(stream, mine), self._until_rival_of(leader.peer))
+                return await race(
+                    self._request_roster(stream, mine),
+                    self._until_rival_of(leader.peer),
+                    self._until_passed(leader.peer),
+                )
         except TimeoutError as error:
             raise StreamEnded(f"{leader.peer} gave no roster within {within_s:g} s") from error
         finally:
@@ -302,6 +306,16 @@ class Matchmaking:
                 await self._state.changed.wait()
             rival, self._state.rival = self._state.rival, None
         raise _Redirected(rival)
+
+    async def _until_passed(self, leader: PeerId) -> NoReturn:
+        """Raise ``OutOfSync`` once another worker is past this round: ``leader`` formed a group
+        and keeps this worker waiting."""
+        others = [each for each in self._others if each.peer != leader]
+        while True:
+            await asyncio.sleep(self._timing.matchmaking_poll_s)
+            for peer, answer in (await self._asker.ask_few(others)).items():
+                if answer.round > self._state.position.round:
+                    raise OutOfSync(peer, position_from_wire(answer))
 
     def _outranks(self, rival: PeerId, leader: PeerId) -> bool:
         """Return whether this worker leaves ``leader`` for ``rival``.
