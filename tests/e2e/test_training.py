@@ -20,7 +20,7 @@ from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.net.protocol_ids import TRAINING
 from tests.support.attacks.strangers import GROWTH_BYTES, run_stranger, send_garbage, send_oversized
 from tests.support.house.doc_blocks import code_blocks
-from tests.support.processes.commands import call
+from tests.support.processes.commands import TIMEOUT_S, call
 from tests.support.processes.nodes import Swarm
 from tests.support.processes.worker_processes import WorkerProcess, bootstrap, create_job, workers
 from tests.support.swarm.generation import greedy
@@ -144,14 +144,14 @@ def test_stages_train_on_while_a_worker_is_killed(tmp_path: Path) -> None:
             running[name] = WorkerProcess(tmp_path, name, job, bootstrap(running), options=options)
         clara = running["clara"].wait("ready")["peer_id"]
         boris = running["boris"]
-        first = running["clara"].wait("round")["round"]
-        while clara not in boris.wait("round", round=first)["contributors"]:
-            first += 1
+        while not any(clara in each["contributors"] for each in boris.rounds().values()):
+            boris.wait_for_more(timeout_s=TIMEOUT_S)
         running.pop("clara").kill()
         killed, last = time.monotonic(), max(running["anna"].rounds())
         for name in ("dora", "anna", "boris"):
-            counted = running[name].wait("round", round=last + 2)
-            assert counted["tokens"] > 0
+            while max(running[name].rounds()) < last + 2:
+                running[name].wait_for_more(timeout_s=TIMEOUT_S)
+            assert all(each["tokens"] > 0 for each in running[name].rounds().values())
         print(f"two rounds after the death took {time.monotonic() - killed:.1f} s")
     finally:
         for worker in running.values():
