@@ -1,14 +1,13 @@
 """Answering the lines of a batch, several at a time.
 
-1. Lines are read in windows, and those with a common beginning follow each other.
+1. The file is read in windows. In a window, lines with a common beginning follow each other.
 2. If a model cannot answer now, its lines are left out. Lines of other models go on.
-3. The file is read again until no line is left out. If a model could not answer, one of its lines
-   is tried before the others.
+3. The file is read again until no line is left out (``UnansweredLines``).
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from swarmnet.gateway.parsing import validated
 from swarmnet.gateway.protocols.endpoint import GenerationEndpoint, ServedAs, whole_answer
 from swarmnet_client.model.sampling import USUAL_SAMPLING
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import all_of
+from swarmnet_protocols.machine.aio import all_of, loop_time
 
 PAUSE_S = 1.0
 """Seconds until a line is tried again, once more for each failure in a row."""
@@ -113,6 +112,72 @@ def _answered(line: BatchLine, status: int, body: dict[str, Any]) -> dict[str, A
     return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}
 
 
+class UnansweredLines:
+    """The lines that a journal lacks, in passes over the file.
+
+    A pass leaves out the lines of models that cannot answer now. If a model could not answer, one
+    of its lines is tried before the others.
+    """
+
+    def __init__(self, read: Callable[[], Iterable[BatchLine]], journal: Journal) -> None:
+        """``read`` reads all lines from the beginning."""
+        self._read = read
+        self._journal = journal
+        self._answered_s = loop_time()
+        self._is_complete = False
+        """True if the last pass has left no line out."""
+        self._why = ""
+        """The last reason why a model could not answer."""
+        self._away: dict[str, float] = {}
+        """Models that cannot answer, each with the loop time of its next try."""
+        self._windows: Iterator[list[BatchLine]] = iter(())
+        self._ready: deque[BatchLine] = deque()
+        self._reading = asyncio.Lock()
+
+    async def begin_pass(self) -> bool:
+        """Begin a pass when a model may be tried. Return False if no line is left.
+
+        Raises ``Unreachable`` if the last answer came ``PATIENCE_S`` ago.
+        """
+        if self._is_complete:
+            return False
+        if loop_time() - self._answered_s >= PATIENCE_S:
+            raise Unreachable(
+                f"the swarm has not answered for {PATIENCE_S / 60:g} minutes: {self._why}",
+                hint="the same command continues where this one ended",
+            )
+        await asyncio.sleep(min(self._away.values(), default=0.0) - loop_time())
+        self._is_complete, ids = True, self._journal.ids
+        self._windows = windows_by_prefix(line for line in self._read() if line.custom_id not in ids)
+        return True
+
+    async def take(self) -> BatchLine | None:
+        """Return the next line of a model that may be tried, or None at the end of the pass."""
+        async with self._reading:
+            while True:
+                if not self._ready:  # in a thread, so that other lines are answered meanwhile
+                    self._ready.extend(await asyncio.to_thread(next, self._windows, ()))
+                if not self._ready:
+                    return None
+                line = self._ready.popleft()
+                if self._away.get(line.model, 0.0) <= loop_time():
+                    break
+                self._is_complete = False
+            if line.model in self._away:  # the model's other lines wait for this one
+                self._away[line.model] = loop_time() + AWAY_S
+            return line
+
+    def answered(self, line: BatchLine) -> None:
+        """Let the other lines of the model follow."""
+        self._away.pop(line.model, None)
+        self._answered_s = loop_time()
+
+    def put_off(self, line: BatchLine, why: str) -> None:
+        """Leave out the lines of the model until its next try."""
+        self._away[line.model] = loop_time() + AWAY_S
+        self._is_complete, self._why = False, why
+
+
 async def answer_lines(
     read: Callable[[], Iterable[BatchLine]],
     journal: Journal,
@@ -122,53 +187,23 @@ async def answer_lines(
 ) -> None:
     """Answer the lines that ``journal`` lacks, ``at_once`` at a time, and append the answers.
 
-    ``read`` reads the lines from the beginning. ``report`` is called after each answer. Raises
+    ``read`` reads all lines from the beginning. ``report`` is called after each answer. Raises
     ``Unreachable`` after ``PATIENCE_S`` without an answer; a later call continues.
     """
-    clock = asyncio.get_running_loop().time
-    answered_s, left_out, why = clock(), True, ""
-    away: dict[str, float] = {}  # models that cannot answer, and the loop time of their next try
-    ready: deque[BatchLine] = deque()
-    reading = asyncio.Lock()
-
-    async def next_line() -> BatchLine | None:
-        nonlocal left_out
-        async with reading:
-            while True:
-                if not ready:  # in a thread, so that other lines are answered meanwhile
-                    ready.extend(await asyncio.to_thread(next, windows, ()))
-                if not ready:
-                    return None
-                line = ready.popleft()
-                if away.get(line.model, 0.0) <= clock():
-                    break
-                left_out = True
-            if line.model in away:  # the model's other lines wait for this one
-                away[line.model] = clock() + AWAY_S
-            return line
+    lines = UnansweredLines(read, journal)
 
     async def work() -> None:
-        nonlocal answered_s, left_out, why
-        while (line := await next_line()) is not None:
+        while (line := await lines.take()) is not None:
             try:
                 answer = await answerer.answer(line)
             except Unreachable as error:
-                away[line.model], left_out, why = clock() + AWAY_S, True, str(error)
+                lines.put_off(line, str(error))
                 continue
-            away.pop(line.model, None)
-            answered_s = clock()
+            lines.answered(line)
             journal.append(answer)
             report()
             if journal.is_sync_due:
                 await asyncio.to_thread(journal.sync)
 
-    while left_out:
-        left_out = False
-        windows = windows_by_prefix(line for line in read() if line.custom_id not in journal.ids)
+    while await lines.begin_pass():
         await all_of(*(work() for _ in range(at_once)))
-        if left_out and clock() - answered_s >= PATIENCE_S:
-            raise Unreachable(
-                f"the swarm has not answered for {PATIENCE_S / 60:g} minutes: {why}",
-                hint="the same command continues where this one ended",
-            )
-        await asyncio.sleep(min(away.values(), default=0.0) - clock())

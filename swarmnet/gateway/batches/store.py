@@ -39,9 +39,12 @@ class BatchStore:
         self._folder = folder
         self._key = key
         self._clock = clock
-        self._objects: dict[str, dict[str, Any]] = {}
-        for path in folder.glob("*.json"):
-            self._objects[path.stem] = json.loads(path.read_bytes())
+        read = [json.loads(path.read_bytes()) for path in folder.glob("*.json")]
+        read.sort(key=lambda fields: (fields["created_at"], fields["id"]))
+        self._objects: dict[str, dict[str, Any]] = {fields["id"]: fields for fields in read}
+        """Files and batches by id, the oldest first."""
+        self._newest = 0
+        """Unix time of the newest id, in milliseconds. Each id has a later one."""
         for path in folder.glob("*.jsonl"):
             if path.stem in self._objects:
                 self._objects[path.stem]["bytes"] = path.stat().st_size
@@ -54,8 +57,7 @@ class BatchStore:
         for fields in [*self._objects.values()]:
             if fields["created_at"] + KEPT_S <= self._clock():
                 self._remove(fields["id"])
-        found = (fields for fields in self._objects.values() if fields["object"] == kind)
-        return sorted(found, key=lambda fields: (fields["created_at"], fields["id"]), reverse=True)
+        return [fields for fields in reversed(self._objects.values()) if fields["object"] == kind]
 
     def unfinished(self) -> list[dict[str, Any]]:
         """Return the unfinished batches, the oldest first."""
@@ -130,7 +132,9 @@ class BatchStore:
 
     def _add(self, prefix: str, kind: str) -> dict[str, Any]:
         created = int(self._clock())
-        identity = prefix + secrets.token_hex(12)
+        # Ids ascend, so that a restarted gateway knows the order of objects of one second.
+        self._newest = max(self._newest + 1, int(1000 * self._clock()))
+        identity = f"{prefix}{self._newest:012x}{secrets.token_hex(6)}"
         self._objects[identity] = fields = {
             "id": identity,
             "object": kind,

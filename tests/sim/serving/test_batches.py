@@ -181,10 +181,8 @@ def test_a_cancelled_batch_ends_at_once_also_in_the_queue(
 
     async def scenario(_lab: Lab, caller: Caller) -> None:
         client = _client(caller, "-")
-        batches = []
-        for prompt in ("slow", "slow", "w5"):
-            batches.append(await _begin(client, _lines(prompt)))
-            await asyncio.sleep(1)  # batches of one second are answered in any order
+        batches = [await _begin(client, _lines(prompt)) for prompt in ("slow", "slow", "w5")]
+        await asyncio.sleep(1)  # the first one begins
         first = batches[0]
         for batch, status in zip(batches, ("in_progress", "validating"), strict=False):
             assert (await client.batches.retrieve(batch.id)).status == status
@@ -196,7 +194,9 @@ def test_a_cancelled_batch_ends_at_once_also_in_the_queue(
         with pytest.raises(openai.ConflictError, match="is cancelled"):
             await client.batches.cancel(first.id)
         assert (await _ended(client, batches[2])).status == "completed"
-        assert [each.status async for each in client.batches.list()].count("cancelled") == 2
+        listed = [(each.id, each.status) async for each in client.batches.list()]
+        states = ("completed", "cancelled", "cancelled")
+        assert listed == [(each.id, state) for each, state in zip(batches[::-1], states, strict=True)]
 
     served(tiny, scenario, batches=tmp_path)
 
