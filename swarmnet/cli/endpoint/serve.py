@@ -2,8 +2,8 @@
 
 1. ``serve`` checks the options, finds the swarm, and resolves the model if the user named one.
 2. :class:`ModelEndpoint` connects, opens the models, and listens.
-3. It stops when the user stops the command. When hosts offer a newer revision of a job, ``serve``
-   begins again at the same port.
+3. The endpoint stops when the user stops the command. When hosts offer a newer revision of a job,
+   ``serve`` begins again at the same port.
 """
 
 import asyncio
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.session.adapters import Adapter
 
     Connection = tuple[Transport, Directory]
+    Opened = tuple[BatchedModel, dict[str, Adapter]]
 
 DRAIN_S = 60.0
 """Seconds that running answers may take to end after the command is stopped."""
@@ -106,7 +107,7 @@ def _read_adapters(local: "LocalModel", folders: Mapping[str, Path]) -> "dict[st
 
 
 def _adapter_bytes(folders: Iterable[Path]) -> int:
-    """Return the memory of adapters: float32 values, and the files for hosts, which copy them."""
+    """Return the memory of adapters: their float32 values, and a copy in the files for hosts."""
     from swarmnet_client.tuning.adapter_dir import stored_shapes
 
     values = sum(prod(shape) for folder in folders for shape in stored_shapes(folder).values())
@@ -154,7 +155,7 @@ class ModelEndpoint:
             interrupts.catch_end_of(sys.stdin)
         stop = asyncio.Event()
         name = "" if self.local is None else self.local.name
-        async with self.opened() as (gateway, http, connection):
+        async with self.running() as (gateway, http, connection):
             interrupts.first = stop.set
             self._announce(gateway, http.url)
             newer = asyncio.create_task(newer_revision(connection[1], name), name="newer revision")
@@ -180,8 +181,8 @@ class ModelEndpoint:
         return None
 
     @asynccontextmanager
-    async def opened(self) -> "AsyncIterator[tuple[Gateway, HttpEndpoint, Connection]]":
-        """Answer requests while the context is open, so that this user's commands find the
+    async def running(self) -> "AsyncIterator[tuple[Gateway, HttpEndpoint, Connection]]":
+        """Answer requests while the context is open. Meanwhile this user's commands find the
         endpoint."""
         from swarmnet.gateway.accounts import Quota
         from swarmnet.gateway.app import Gateway, refusal
@@ -231,9 +232,7 @@ class ModelEndpoint:
         folders = adapter_folders(options.adapter, "" if self.local is None else self.local.name)
 
         @asynccontextmanager
-        async def opened(
-            local: "LocalModel", offered: str
-        ) -> "AsyncIterator[tuple[BatchedModel, dict[str, Adapter]]]":
+        async def opened(local: "LocalModel", offered: str) -> "AsyncIterator[Opened]":
             network.rules.check_model(local.name, local.manifest.hash)
             adapters = await asyncio.to_thread(_read_adapters, local, folders.get(offered, {}))
             if text := memory_notice(local, load):
@@ -245,9 +244,7 @@ class ModelEndpoint:
                 yield batched, adapters
 
         @asynccontextmanager
-        async def announced_model(
-            offer: "ModelOffer", reserve: "Reserve"
-        ) -> "AsyncIterator[tuple[BatchedModel, dict[str, Adapter]]]":
+        async def opened_offer(offer: "ModelOffer", reserve: "Reserve") -> "AsyncIterator[Opened]":
             local = await resolve_announced(offer.name, offer.manifest, connection, network, **self.where)
             weights = local.sizes("local_layers").in_memory(load.dtype.itemsize)
             await reserve(weights + _adapter_bytes(folders.get(offer.name, {}).values()))
@@ -262,7 +259,7 @@ class ModelEndpoint:
             await asyncio.to_thread(_check_adapters, folders)
             offers = SwarmOffers(connection[1], network.rules, random.SystemRandom(), network.trust.hosts)
             most = options.max_memory_bytes or psutil.virtual_memory().total // MEMORY_SHARE
-            table = ModelTable.of_swarm(offers.read, announced_model, most, folders)
+            table = ModelTable.of_swarm(offers.read, opened_offer, most, folders)
             yield await stack.enter_async_context(table)
 
     def _announce(self, gateway: "Gateway", url: str) -> None:
@@ -305,7 +302,7 @@ def node_endpoint(
         endpoint = ModelEndpoint(
             network=network, options=options, access=access, own_key=own_key, local=local
         )
-        async with endpoint.opened() as (_, http, _):
+        async with endpoint.running() as (_, http, _):
             yield f"{http.url}/v1"
 
     return serve_from
