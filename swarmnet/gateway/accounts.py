@@ -19,7 +19,7 @@ from swarmnet.gateway.errors import ApiError, RequestCancelled
 from swarmnet.gateway.generation.events import Usage
 from swarmnet.gateway.generation.generation import Generation
 from swarmnet.gateway.protocols.kept_responses import KeptResponses
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import loop_time, race
 from swarmnet_protocols.net.limits.rate_limit import UNLIMITED, RateLimit, TokenBucket
 
 MINUTE_S = 60.0
@@ -142,24 +142,24 @@ class Account:
         """Count a request and its tokens. It runs while the context is open."""
         self._requests += 1
         self._running[request.id] = request
-        self._tokens.spend(request.generation.sent_tokens, _now())
+        self._tokens.spend(request.generation.sent_tokens, loop_time())
         try:
             yield
         finally:
             del self._running[request.id]
             usage = request.generation.usage
             self._ended.add(usage)
-            self._tokens.spend(usage.completion_tokens, _now())
+            self._tokens.spend(usage.completion_tokens, loop_time())
 
     def count(self, usage: Usage) -> None:
         """Count a request whose tokens are known before it runs."""
         self._requests += 1
         self._ended.add(usage)
-        self._tokens.spend(usage.prompt_tokens, _now())
+        self._tokens.spend(usage.prompt_tokens, loop_time())
 
     def count_invalid(self) -> None:
         """Count an invalid request as one choice, because parsing it took time."""
-        self._choices.spend(1, _now())
+        self._choices.spend(1, loop_time())
 
     def cancel(self, request_id: str) -> None:
         """End a running request with an error. Raises ``ApiError`` if this key runs no request with
@@ -205,14 +205,14 @@ class Account:
         ):
             full = bucket.limit.burst
             needed = min(full, amount + leave * full) if leave else amount
-            if (wait_s := bucket.wait_s(_now(), needed)) > 0:
+            if (wait_s := bucket.wait_s(loop_time(), needed)) > 0:
                 message = f"this key may {what.format(full)} a minute"
                 return _rate_limited(message, "rate_limit_exceeded", wait_s)
         return None
 
     @contextmanager
     def _counted(self, choices: int, *, in_batch: bool = False) -> Iterator[None]:
-        self._choices.spend(choices, _now())
+        self._choices.spend(choices, loop_time())
         self._begun[in_batch] += choices
         try:
             yield
@@ -247,10 +247,6 @@ class KeyAccounts(dict[str, Account]):
         self._folder = folder
         for path in folder.glob("*/key"):
             self._add(json.loads(path.read_text()))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _bucket(per_minute: int | None) -> TokenBucket:

@@ -17,6 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from swarmnet.gateway.errors import RETRY_S, ApiError
 from swarmnet_client.batching.continuous_batching import Overloaded
+from swarmnet_protocols.machine.aio import loop_time
 
 IDLE_S = 300.0
 """Seconds after its last request until a model closes, as Ollama's ``keep_alive``. With less, a
@@ -100,7 +101,7 @@ class ModelLife(Generic[T]):
             yield await self._open()
         finally:
             self._users -= 1
-            self._used_s = asyncio.get_running_loop().time()
+            self._used_s = loop_time()
 
     def close(self) -> "asyncio.Task[None] | None":
         """Begin to close an idle model. The returned task ends when it is closed; None if it was

@@ -29,7 +29,7 @@ from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_client.hosts.model_offers import ModelOffer
 from swarmnet_protocols.directory.revisions import revisions
 from swarmnet_protocols.errors import ConfigError, OutOfResources, SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import cancel, in_background, persist
+from swarmnet_protocols.machine.aio import cancel, in_background, loop_time, persist
 from swarmnet_protocols.models.public_names import name_for_peers
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class ModelTable:
         open, or is closed."""
         if self.usual_name or entry.served is None:
             return None
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop_time()
         since_s = entry.life.held.idle_since_s
         return IDLE_S if since_s is None else max(0.0, IDLE_S - (now_s - since_s))
 
@@ -266,7 +266,7 @@ class ModelTable:
     def _to_close(self, needed: int = 0) -> list[ModelLife[dict[str, OpenedModel]]] | None:
         """Return the models to close: those idle for long, and others for ``needed`` more bytes.
         None if the bytes find no room."""
-        lives, now_s = self._lives, asyncio.get_running_loop().time()
+        lives, now_s = self._lives, loop_time()
         found = to_close([life.held for life in lives], now_s, self._max_bytes, needed)
         return None if found is None else [lives[at] for at in found]
 

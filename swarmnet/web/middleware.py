@@ -40,6 +40,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached, ResourceManager
 from swarmnet_protocols.net.limits.resources import Scope as CallerScope
@@ -295,7 +296,7 @@ class BodyLimit:
             return
         received_bytes = 0
         ended = False
-        began = asyncio.get_running_loop().time()
+        began = loop_time()
 
         async def limited() -> Message:
             nonlocal received_bytes, ended
@@ -324,7 +325,7 @@ class BodyLimit:
         address = f"/ip6/{host}" if ":" in host else f"/ip4/{host}"
         key = key_name(HTTPConnection(scope))
         group = f"key {key}" if key else subnet_of(address) or "local"
-        return self._resources.peer(f"{host} {key}", asyncio.get_running_loop().time(), group)
+        return self._resources.peer(f"{host} {key}", loop_time(), group)
 
 
 def _body_within_s(received_bytes: int) -> float:

@@ -21,7 +21,7 @@ from swarmnet_protocols.directory.catalog import Catalog, CatalogModel, read_cat
 from swarmnet_protocols.directory.expert_announcements import ExpertSample
 from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import all_of, in_background, persist
+from swarmnet_protocols.machine.aio import all_of, in_background, loop_time, persist
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.host_info import HostInfo
 
@@ -121,7 +121,7 @@ class Observer:
         while True:
             is_requested = self._crawl_requested.is_set()
             self._crawl_requested.clear()
-            now_s = asyncio.get_running_loop().time()
+            now_s = loop_time()
             # A failed lookup stops neither later crawls nor the polling of peers that are known.
             try:
                 if now_s - catalog_read_s >= CATALOG_S:

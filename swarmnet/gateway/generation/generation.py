@@ -16,7 +16,7 @@ from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_client.model.head import PromptScores
 from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import in_background
+from swarmnet_protocols.machine.aio import in_background, loop_time
 
 
 class Generation:
@@ -49,7 +49,7 @@ class Generation:
         self._queue: asyncio.Queue[Delta | Prefill | SwarmnetError] = asyncio.Queue()
         self._started = asyncio.Event()
         self._first_error: SwarmnetError | None = None
-        self._start_s = asyncio.get_running_loop().time()
+        self._start_s = loop_time()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Generation"]:
@@ -144,7 +144,7 @@ class Generation:
 
     def _observe_token(self, tokens_before: int, last_s: float) -> float:
         """Count one token in the metrics; returns its time."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         self.usage.completion_tokens += 1
         metrics = self._metrics
         metrics.generated_tokens.inc()
@@ -153,7 +153,7 @@ class Generation:
 
     def _observe_choice(self, request: Request, count: int, cached: int, reason: str) -> None:
         metrics = self._metrics
-        metrics.request_latency.observe(asyncio.get_running_loop().time() - self._start_s)
+        metrics.request_latency.observe(loop_time() - self._start_s)
         metrics.prompt_tokens.inc(len(request.ids))
         metrics.prompt_length.observe(len(request.ids))
         metrics.cached_tokens.inc(cached)

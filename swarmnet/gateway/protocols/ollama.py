@@ -3,7 +3,6 @@
 Ollama's options about its own memory and threads are ignored: hosts decide these.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -54,6 +53,7 @@ from swarmnet_client.batching.answers import Prefill
 from swarmnet_client.hosts.model_offers import ModelOffer
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.arrays import Array
+from swarmnet_protocols.machine.aio import loop_time
 
 PREFIX = "/api/"
 API_VERSION = "0.12.0"
@@ -186,7 +186,7 @@ class OllamaWriter(AnswerWriter):
 
     def __init__(self, _body: OllamaBody, served: ServedAs) -> None:
         self._served = served
-        self._began_s = asyncio.get_running_loop().time()
+        self._began_s = loop_time()
         self._first_s: float | None = None
         """Time of the first event of a stream. None until it has come."""
         self._call: ToolCall | None = None
@@ -200,7 +200,7 @@ class OllamaWriter(AnswerWriter):
 
     def event(self, event: Delta, usage: Usage) -> Iterable[bytes]:
         if self._first_s is None:
-            self._first_s = asyncio.get_running_loop().time()
+            self._first_s = loop_time()
         match event:
             case TextDelta() | ReasoningDelta():
                 yield self._encoded(self._content(*whole_choices([event])))
@@ -250,7 +250,7 @@ class OllamaWriter(AnswerWriter):
         line = {"model": self._served.model, "created_at": created, **content, "done": usage is not None}
         if usage is None:
             return line
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop_time()
         first_s = self._began_s if self._first_s is None else self._first_s
         return line | {
             "done_reason": "length" if self._reason == "length" else "stop",

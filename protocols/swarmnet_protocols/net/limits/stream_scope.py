@@ -17,7 +17,7 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     SwarmnetError,
 )
-from swarmnet_protocols.machine.aio import until
+from swarmnet_protocols.machine.aio import loop_time, until
 from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached, ResourceManager, Scope
@@ -67,7 +67,7 @@ class StreamScope:
     @classmethod
     def inbound(cls, resources: ResourceManager, peer: PeerId, timing: Timing) -> Self:
         """Return the scope of a stream that ``peer`` opened. Raises ``ResourceLimitReached``."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         peer_scope = resources.peer(peer, now)
         peer_scope.check_rate(Rate.FRAMES, MAX_WAIT_S, now)
         peer_scope.charge(Rate.FRAMES, OPEN_FRAMES, now)
@@ -80,7 +80,7 @@ class StreamScope:
     @classmethod
     def outbound(cls, resources: ResourceManager, peer: PeerId, timing: Timing) -> Self:
         """Return the scope of a stream that this process opens to ``peer``."""
-        peer_scope = resources.peer(peer, asyncio.get_running_loop().time())
+        peer_scope = resources.peer(peer, loop_time())
         return cls(peer_scope, Resource.OUTBOUND_STREAMS, timing)
 
     async def receive(self, read: Callable[[], Awaitable[Message]]) -> Message:
@@ -204,7 +204,7 @@ async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) ->
         # any peer can cause these at any rate: not worth a warning
         _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
     except ProtocolViolation as error:
-        stream.scope.charge(Rate.FRAMES, VIOLATION_FRAMES, asyncio.get_running_loop().time())
+        stream.scope.charge(Rate.FRAMES, VIOLATION_FRAMES, loop_time())
         _log.warning("%s with %s: %s", protocol.id, stream.peer, error)
     except SwarmnetError as error:
         _log.warning("%s with %s: %s", protocol.id, stream.peer, error)
