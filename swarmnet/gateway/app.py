@@ -16,7 +16,7 @@ A generation request passes these steps, the cheapest first, so that a refusal c
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -63,7 +63,7 @@ from swarmnet.web.middleware import key_name
 from swarmnet.web.pages import add_page
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import race, within
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 
 FIRST_TOKEN_S = 5.0
@@ -443,9 +443,7 @@ def _error_body(path: str, error: ApiError) -> dict[str, Any]:
 async def _wait_first_token(generation: Generation) -> bool:
     """Wait for the first token, at most ``FIRST_TOKEN_S``; returns True. Raises ``SwarmnetError``
     if the generation fails before."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(FIRST_TOKEN_S):
-            await generation.wait_started()
+    await within(FIRST_TOKEN_S, generation.wait_started())
     return True
 
 

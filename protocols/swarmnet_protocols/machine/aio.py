@@ -55,8 +55,10 @@ async def race(*runners: Awaitable[T]) -> T:
 
 
 async def within(seconds: float | None, work: Awaitable[object]) -> bool:
-    """Run ``work`` for at most ``seconds``. Return whether it ended in time; else it is
-    cancelled."""
+    """Run ``work`` for at most ``seconds``; None for no limit. Return whether it ended in time.
+
+    Work that takes longer is cancelled. A ``TimeoutError`` of ``work`` itself counts as too late.
+    """
     try:
         async with asyncio.timeout(seconds):
             await work

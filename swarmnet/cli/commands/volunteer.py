@@ -32,7 +32,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.machine.aio import persist
+from swarmnet_protocols.machine.aio import persist, within
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.membership.rules import Admission
@@ -220,9 +220,7 @@ class Volunteer:
                     return
                 if looks == FIRST_LOOKS:
                     self._say("idle", "the swarm needs nothing that this machine can do; looks again")
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(1.0 if looks < FIRST_LOOKS else self.look_every_s):
-                        await peer.stopping.wait()
+                await within(1.0 if looks < FIRST_LOOKS else self.look_every_s, peer.stopping.wait())
             self._is_stopped = True
 
     def _looker(self, directory: "Directory", me: "PeerId") -> "Looker":

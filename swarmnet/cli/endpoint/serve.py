@@ -147,7 +147,7 @@ class ModelEndpoint:
         Return the port at which the newer revision is to be served next, else None.
         """
         from swarmnet_protocols.directory.revisions import newer_revision
-        from swarmnet_protocols.machine.aio import race
+        from swarmnet_protocols.machine.aio import race, within
 
         as_json = self.options.as_json
         interrupts = Interrupts.catch()
@@ -169,10 +169,7 @@ class ModelEndpoint:
             if is_outdated:
                 draining = f"a newer revision than {name} is served: running answers are finished"
             say({"event": "draining"}, draining, as_json=as_json)
-            try:
-                async with asyncio.timeout(DRAIN_S):
-                    await gateway.drain()
-            except TimeoutError:
+            if not await within(DRAIN_S, gateway.drain()):
                 cut_off = f"answers still ran after {DRAIN_S:g} s; they are cut off"
                 say({"event": "cut_off"}, cut_off, as_json=as_json)
         if is_outdated and not stop.is_set():

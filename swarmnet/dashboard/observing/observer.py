@@ -21,7 +21,7 @@ from swarmnet_protocols.directory.catalog import Catalog, CatalogModel, read_cat
 from swarmnet_protocols.directory.expert_announcements import ExpertSample
 from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import all_of, in_background, loop_time, persist
+from swarmnet_protocols.machine.aio import all_of, in_background, loop_time, persist, within
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.host_info import HostInfo
 
@@ -140,9 +140,7 @@ class Observer:
                 self._has_crawled = True
                 self._crawled.notify_all()
             await asyncio.sleep(MIN_CRAWL_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._polls.interval_s * 2):
-                    await self._crawl_requested.wait()
+            await within(self._polls.interval_s * 2, self._crawl_requested.wait())
 
     async def _check_for_leave(self) -> None:
         """Request a crawl and wait for it, because a peer announces in the directory that it
