@@ -372,20 +372,23 @@ def test_an_agent_has_an_endpoint_that_ends_with_it(lab: Swarm, tmp_path: Path) 
 
 
 def test_a_killed_batch_loses_and_doubles_no_answer(lab: Swarm) -> None:
+    """The first process has prompts that it cannot finish before it is killed."""
     prompts, out = lab.directory / "prompts.jsonl", lab.directory / "answers.jsonl"
     shared = "Answer in one word. The lighthouse stands on a rock in the sea, and "
-    lines = [json.dumps({"prompt": f"{shared}{n}", "max_tokens": 4, "temperature": 0}) for n in range(40)]
-    prompts.write_text("\n".join(lines))
+    lines = [{"prompt": f"{shared}{n:02}", "max_tokens": 4, "temperature": 0} for n in range(40)]
+    endless = [line | {"max_tokens": 2000, "ignore_eos": True} for line in lines[20:]]
     where = ("--swarm", str(lab.file), "--cache-dir", str(lab.cache_dir), *lab.bootstrap_options)
     command = ("batch", str(prompts), "--out", str(out), "--at-once", "4", *where)
+    prompts.write_text("\n".join(map(json.dumps, lines[:20] + endless)))
     with RunningCommand(command, lab.directory / "batch.log") as first:
         first.wait("answers", done=8)
         first.kill()
+    prompts.write_text("\n".join(map(json.dumps, lines)))
     with RunningCommand(command, lab.directory / "batch.log") as second:
         done = second.wait("done")
         assert second.wait_for_end() == 0
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(each["custom_id"] for each in answers) == sorted(f"line-{n}" for n in range(1, 41))
     assert all(each["response"]["status_code"] == 200 for each in answers)
-    assert 8 <= done["kept"] < 40
+    assert 8 <= done["kept"] <= 20
     assert (done["completed"], done["failed"]) == (40, 0)

@@ -217,6 +217,8 @@ class Screen:
     pieces: bool = False
     notices: list[str] = field(default_factory=list)
     """Notices about the model. Every answer in JSON repeats them."""
+    _begun: list[str] = field(default_factory=list)
+    """The last piece of text of an answer that has not ended."""
 
     def notice(self, text: str) -> None:
         """Print a notice at once, or keep it for the answers in JSON."""
@@ -243,17 +245,21 @@ class Screen:
     def show(self, piece: str) -> None:
         if not self.as_json:
             print_text(piece, end="")
+            self._begun[:] = [piece]
         elif self.pieces:
             print_json({"event": "token", "text": piece})
 
     def stop(self) -> None:
-        """End the display of an answer that failed."""
+        """End the line of an answer that was stopped or failed, if one has begun."""
+        if self._begun and not self._begun.pop().endswith("\n"):
+            print_text()
 
     def end(self, answer: RunAnswer) -> None:
         """Print the end of an answer."""
         if self.as_json:
             print_json(answer.to_json() | {"notices": self.notices})
             return
+        self._begun.clear()
         print_text()
         if len(answer.token_ids) <= 1 and not answer.text.strip():
             note("the model ended its answer at once: ask in other words")

@@ -153,14 +153,15 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     resident = None
     if not alone and is_usual and (dtype, wire, standby) == ("auto", "auto", None):
         resident = find(network.rules.swarm.hex(), model_id(model))
-    if resident is not None and not is_chat:
-        if (answer := ask(resident, _prompt(question, system, raw), sampling, screen)) is not None:
-            screen.end(answer)
-            return
-        resident = None
     opening: AbstractContextManager[Answerer]
     how: dict[str, Any] = {"dtype": dtype, "wire": wire, "standby": standby, "draft": draft, "wait_s": wait}
     with ExitStack() as stack:
+        stack.callback(screen.stop)  # what follows a stopped answer begins on a line of its own
+        if resident is not None and not is_chat:
+            if (answer := ask(resident, _prompt(question, system, raw), sampling, screen)) is not None:
+                screen.end(answer)
+                return
+            resident = None
         if trace is not None:
             from swarmnet_client.chain.trace import tracing
 

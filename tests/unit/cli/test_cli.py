@@ -21,6 +21,7 @@ import pytest
 import typer
 
 from swarmnet import cli
+from swarmnet.cli.chat.generation import Screen
 from swarmnet.cli.commands import run
 from swarmnet.cli.failures import EXIT_INTERRUPTED, explain
 from swarmnet.cli.peer_options import ClientOptions
@@ -348,6 +349,22 @@ def test_a_stopped_batch_says_what_it_has_and_how_it_goes_on(
     arguments = [str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out"), "--bootstrap", PEER]
     assert cli.execute(["batch", *arguments, "--swarm", swarm]) == EXIT_INTERRUPTED
     assert "stopped with 0 of 2 answers: the same command continues" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("piece", "shown"), [("Par", "Par\n"), ("Paris\n", "Paris\n"), ("", "")])
+def test_ctrl_c_ends_the_line_of_an_answer(
+    piece: str, shown: str, swarm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(_resident: object, _prompt: object, _sampling: object, screen: Screen) -> None:
+        if piece:
+            screen.show(piece)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "find", lambda *_: "an endpoint")
+    monkeypatch.setattr(run, "ask", stopped)
+    command = ["run", "m", "Where?", "--raw", "--swarm", swarm, "--bootstrap", PEER]
+    assert cli.execute(command) == EXIT_INTERRUPTED
+    assert capsys.readouterr().out == shown
 
 
 def test_a_prompt_of_any_size_is_not_read_into_memory(
