@@ -53,9 +53,10 @@ def watched() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once() -> Iterator[None]:
-    """Native code of a test's own cache directory is copied from one that all tests share, if it
-    was compiled there. Compiling takes some seconds of a core, and hundreds of tests have a cache
-    directory of their own. For the same reason no target is measured.
+    """Copy native code into the cache directories of tests from a folder that all tests share.
+
+    Compiling takes some seconds of a core, and hundreds of tests have a cache directory of their
+    own. For the same reason no target is measured.
     """
     with sharing_libraries(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured_targets, "measure", lambda *_, **__: {})

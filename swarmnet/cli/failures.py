@@ -77,8 +77,8 @@ def _explain_usage(error: typer.TyperException) -> Failure:
         if isinstance(error, typer.BadParameter)
         else str(getattr(error, "message", error))
     )
-    if not getattr(error, "message", "") and (missing := getattr(error, "param", None)) is not None:
-        message += f" {missing.help}"
+    if not getattr(error, "message", "") and (about := getattr(getattr(error, "param", None), "help", "")):
+        message += f" {about}"
     if likely := getattr(error, "possibilities", None):  # the most similar first
         message += f". Did you mean {likely[0]!r}?"
     # typer puts pydantic's text after its own.

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from swarmnet_node.engine.kernels.native_backend import NativeBackend
     from swarmnet_protocols.quantization.products import Products
 
-SHARED = Path(__file__).parents[2] / ".pytest_cache" / "native"
-"""The libraries that tests have compiled."""
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT / ".pytest_cache" / "native"
+"""The libraries of the product's code that tests have compiled."""
 
 
 @contextmanager
@@ -36,12 +37,17 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def sharing_libraries() -> Iterator[None]:
-    """Copy the libraries of this process from ``SHARED``, after compiling those that it lacks."""
+    """Copy the libraries of this process from ``SHARED``, and first compile what is missing there.
+
+    The code of a single test is compiled where the test wants it.
+    """
     real = native_code._built
 
     def built(
         source: Path, headers: Sequence[Path], folder: Path, compiler: str, target: native_code.Target
     ) -> Path:
+        if not source.is_relative_to(ROOT):
+            return real(source, headers, folder, compiler, target)
         # Processes of pytest-xdist begin at once. One compiles, and the others wait for it.
         with locked(SHARED / f"{source.stem}.{target.name}.lock"):
             library = real(source, headers, SHARED, compiler, target)
@@ -59,8 +65,8 @@ def lend_libraries(cache_dir: Path) -> None:
     """Let a process with this cache folder load the libraries in ``SHARED``.
 
     A process with an empty folder compiles for ten seconds of a core, and many tests have a folder
-    of their own. The folder of the user gets copies, and any other one is linked, so that later
-    processes load what this one compiles.
+    of their own. The folder of the user gets copies of what the process would compile there. Any
+    other folder is linked, so that later processes load what this one compiles.
     """
     native = cache_dir / "native"
     SHARED.mkdir(mode=0o700, parents=True, exist_ok=True)

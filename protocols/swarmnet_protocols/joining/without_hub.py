@@ -32,9 +32,9 @@ def resolve_in_swarm(
 
     If the hub does not answer or lacks the model, peers send its outline. The name is looked up in
     the swarm file, then among the models that peers announce, then among the jobs whose revisions
-    they announce. Of a job, the newest revision is returned. ``unknown`` gets a name that is none
-    of these, and may raise an error that says more. ``enter`` enters the swarm. Do not call this on
-    a thread with a running loop. Raises what ``resolve``, ``enter`` and ``connect`` raise.
+    they announce. A job stands for its newest revision. ``unknown`` gets a name that is none of
+    these, and may raise an error that says more. ``enter`` enters the swarm. Do not call this on a
+    thread with a running loop. Raises what ``resolve``, ``enter`` and ``connect`` raise.
     """
     from swarmnet_protocols.models import resolve
 
