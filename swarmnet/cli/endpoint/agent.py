@@ -148,9 +148,12 @@ def _ready(process: "subprocess.Popen[bytes]") -> str:
 
 
 def _served(resident: Resident, name: str) -> Served:
-    """Ask an endpoint for the model ``name``, which may be the name of a job: then the agent gets
-    each newer revision, too. Without a name, return the model with the longest context, because
-    agents send long instructions. Raises ``Unreachable`` or ``ConfigError``."""
+    """Ask an endpoint for the model ``name``.
+
+    If it is the name of a job, the agent gets each newer revision, too. Without a name, return the
+    model with the longest context, because agents send long instructions. Raises ``Unreachable`` or
+    ``ConfigError``.
+    """
     path = f"/v1/models/{quote(name)}" if name else "/v1/models"
     hint = "`swarmnet models --swarm SWARM` lists the models and what they lack"
     try:
@@ -158,8 +161,9 @@ def _served(resident: Resident, name: str) -> Served:
             connection.request("GET", path, headers={"authorization": f"Bearer {resident.key}"})
             response = connection.getresponse()
             answer = json.loads(response.read(MAX_LIST_BYTES))
-        if response.status == http.client.NOT_FOUND:
-            raise ConfigError(f"the endpoint at {resident.url}: {answer['error']['message']}", hint=hint)
+        if response.status != http.client.OK:
+            kind = ConfigError if response.status == http.client.NOT_FOUND else Unreachable
+            raise kind(f"the endpoint at {resident.url}: {answer['error']['message']}", hint=hint)
         listed = [answer] if name else answer["data"]
         usable = [each for each in listed if each["available"] and each["max_model_len"]]
         if not usable:

@@ -142,7 +142,7 @@ def test_a_flipped_bit_in_an_expert_is_refused_and_its_source_named(
 def test_a_killed_download_of_experts_is_resumed(
     has_tables: bool, checkpoint: Checkpoint, hub: ModelHub, tmp_path: Path
 ) -> None:
-    """What a host fetches from each layout is tested above; a download resumes the same pieces."""
+    """Other tests cover what a host fetches from a layout. A download resumes the same pieces."""
     load(checkpoint, tmp_path, has_tables=has_tables)
     written = kill_while(f"model.load_experts(0, {CHOSEN}, **options)", checkpoint.name, hub, tmp_path, 5)
     assert written >= 5
