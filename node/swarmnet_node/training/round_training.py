@@ -56,7 +56,7 @@ class RoundTraining:
             if done is not None and overlapped < steps:
                 report = done
                 keeps_slot = finish is None or await finish()
-                done = await self._steps(round, slot, overlapped, steps) if keeps_slot else None
+                done = await self._steps(round, slot, overlapped, steps, report) if keeps_slot else None
             if done is None:
                 return None, NO_STEPS
             report = combined(report, done)
@@ -64,17 +64,23 @@ class RoundTraining:
         self._count(more)
         return contribution, combined(report, more)
 
-    async def _steps(self, round: int, slot: int, first: int, end: int) -> StepReport | None:
-        """Run the inner steps [first, end) of a round. Return None if this worker is behind."""
+    async def _steps(
+        self, round: int, slot: int, first: int, end: int, before: StepReport = NO_STEPS
+    ) -> StepReport | None:
+        """Run the inner steps [first, end) of a round. Return None if this worker is behind.
+
+        ``before``: the work of the steps before the exchange. Its time counts.
+        """
         if end == first:
             return NO_STEPS
         if self.stages is not None:
             steps = self.stages.pipeline.steps(round, slot, first, end)
             report = await self.stages.during(round, steps)
         else:
+            least, most_s = self.pace.limit
+            limit = max(1, least - before.steps), most_s - before.seconds
             before_s = self.pace.spent.compute
-            taking = partial(self.replica.steps, round, slot, first, end, self.pace.limit)
-            report = await self.compute(taking)
+            report = await self.compute(partial(self.replica.steps, round, slot, first, end, limit))
             self.pace.stepped(report.steps, self.pace.spent.compute - before_s)
         self._count(report or NO_STEPS)
         return report

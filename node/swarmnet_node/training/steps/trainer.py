@@ -26,7 +26,7 @@ class StepReport:
     """The work of some inner steps.
 
     ``loss``: mean in nats over ``tokens`` predicted tokens. ``seconds``: computing time. ``steps``:
-    their number, if a limit of time decided it.
+    the number that ``Trainer.steps`` took, else 0.
     """
 
     loss: float
@@ -72,7 +72,7 @@ class Trainer(TrainedModel):
     ) -> StepReport:
         """Run the inner steps [first, first + count) of a round.
 
-        ``limit``: begin no further step after so many, if so many seconds have passed.
+        ``limit``: a number of steps and seconds. When both have passed, no further step begins.
         """
         started = time.perf_counter()
         losses, tokens, done = torch.zeros((), device=self._device), 0, 0
