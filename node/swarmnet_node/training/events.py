@@ -56,8 +56,9 @@ class RoundMeter:
     def fields(self, exchange: "Exchange", outcome: "Outcome", stage: int | None) -> dict[str, Any]:
         """Return the fields of the event "round", which ends with this ``exchange``.
 
-        ``stage``: the worker's stage, in a job with stages. The origins have the loss. All seconds
-        without computation count as waiting, because a worker also waits for other stages.
+        ``stage``: the worker's stage, in a job with stages. There only origins, in stage 0, have
+        the loss. All seconds without computation count as waiting, because a worker also waits for
+        other stages.
         """
         round_s, computed_s, forward, backward, received = self.begin()
         compute_s = min(computed_s, round_s)

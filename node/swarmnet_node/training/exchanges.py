@@ -70,7 +70,7 @@ class Exchanges:
     sign: Callable[[bytes], bytes]
     codec_executor: Executor
     on_proven: Callable[[PeerId], None]
-    """Is called with a worker that is proven to be dishonest."""
+    """Called with a worker that is proven to be dishonest."""
     round_s: Callable[[], float]
     """Returns this worker's ``round_s`` of ``RoundMember``."""
     last_number: int = 0
@@ -150,7 +150,8 @@ class Exchanges:
     ) -> None:
         """Start to average the contributions to ``round``, in the background unless in pairs.
 
-        ``asked_s``: when this worker asked for the roster. ``is_last``: no inner steps follow.
+        ``asked_s``: loop time at which this worker asked for the roster. ``is_last``: no inner
+        steps follow.
         """
         method, me = self.replica.method, self.transport.peer_id
         partners = method.partners(round, [member.peer for member in roster.members], me)
@@ -180,7 +181,7 @@ class Exchanges:
         self._pending = exchange, running
 
     async def merge(self, weight: float) -> tuple[Roster, Outcome, float]:
-        """Average the replicas of all workers. Return also the seconds that it took.
+        """Average the replicas of all workers. Return the roster, the outcome, and its seconds.
 
         ``weight``: 1 for a worker with a replica of its own, else 0. Raises ``OutOfSync`` or
         ``NoPlace`` if the others leave this worker out.

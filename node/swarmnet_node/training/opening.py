@@ -1,4 +1,4 @@
-"""Opens a worker of a job: within its owner's limits, with its stage, its data and its model.
+"""Opens a worker of a job within its owner's limits.
 
 1. Choose the stage, in a job with stages.
 2. State the memory that the worker takes. Load its data and its model.
@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.owner.watched_peer import GuestPeer
-from swarmnet_node.training.job_store import (
-    LocalFiles,
-    job_folder,
-    last_stage,
-    moved_stage,
-)
+from swarmnet_node.training.job_store import LocalFiles, job_folder, last_stage, moved_stage
 from swarmnet_node.training.steps.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.joining.network import Network
@@ -114,7 +109,7 @@ class Opening:
     _every_core: int = 0
     """The cores of this machine. 0 until the model is loaded."""
     _needs_bytes: int = 0
-    """The memory that the worker takes, as it was stated. 0 until then."""
+    """The memory that the worker takes. 0 until it is stated."""
     _kept: "Kept | None" = None
     """The checkpoints that the disk may hold. None until their size is known."""
 
@@ -130,8 +125,11 @@ class Opening:
             use_cores(self.threads.computing, limits.cores or self._every_core)
 
     async def open(self) -> "Worker":
-        """Return a worker that is ready to run. Raises the errors of reading the job's data and of
-        building its model, and ``OpeningStopped`` after ``stop``."""
+        """Return a worker that is ready to run.
+
+        Raises the errors of reading the job's data and of building its model, and
+        ``OpeningStopped`` after ``stop``.
+        """
         from swarmnet_node.training.checkpoint import CheckpointStore, Kept
         from swarmnet_node.training.pipeline.stage_choice import keep_choice
         from swarmnet_node.training.worker import Worker, WorkerDependencies
@@ -302,7 +300,7 @@ class Opening:
             return trainer
 
     def _tell_needs(self, needs: "MemoryNeeds") -> None:
-        """Report what a worker takes: memory, and if no round has shown it, bytes of a round."""
+        """Report the worker's memory, and an estimate of a round's bytes if none is known."""
         from swarmnet_protocols.training.codecs import get_codec
 
         self._needs_bytes = needs.total_bytes

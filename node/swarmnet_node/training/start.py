@@ -21,11 +21,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet_node.owner.limits import PAUSED_BY_OWNER, OwnerLimits
 from swarmnet_node.owner.watched_peer import GuestPeer, Purpose
-from swarmnet_node.training.job_store import (
-    fetch_job,
-    own_jobs,
-    store_move,
-)
+from swarmnet_node.training.job_store import fetch_job, own_jobs, store_move
 from swarmnet_node.training.opening import Opening, OpeningStopped, Threads, WorkerConfig
 from swarmnet_protocols.errors import NetworkStopped, NotAuthorised, SwarmnetError
 from swarmnet_protocols.joining.network import connect
@@ -104,13 +100,7 @@ async def start(
             opening.limit_cores(limits)
 
         purpose = Purpose(
-            "train join",
-            config.swarm_name,
-            config.data_dir,
-            link,
-            add_worker,
-            config.limits,
-            limit_cores,
+            "train join", config.swarm_name, config.data_dir, link, add_worker, config.limits, limit_cores
         )
         peer = await stack.enter_async_context(GuestPeer(purpose, transport, directory).running())
         keeper.is_active = lambda: peer.is_working

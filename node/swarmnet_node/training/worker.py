@@ -369,11 +369,7 @@ class Worker:
 
     async def _join(self, contribution: Values | None, report: StepReport) -> None:
         """Find the workers of this round, and start to average with them."""
-        asked_s, exchange, weight = (
-            loop_time(),
-            self._job.exchange,
-            float(report.tokens),
-        )
+        asked_s, exchange, weight = loop_time(), self._job.exchange, float(report.tokens)
         in_pairs = not self._method.shares_weights
         roster = await self._exchanges.form_group(weight, in_pairs=in_pairs)
         self._spare = False

@@ -64,9 +64,9 @@ class LinkRates:
 
     def __init__(self) -> None:
         self.told: Latest[PeerId, float] = Latest(MAX_PEERS)
-        """The rate in bytes per second at which each peer says that it receives. 0 if unknown."""
+        """Bytes per second at which each peer says that it receives from here. 0 if unknown."""
         self.arriving: dict[PeerId, float] = {}
-        """The rate at which data of each peer arrived here until the last round."""
+        """Bytes per second at which data of each peer arrived here until the last round."""
         self._rates = ArrivalRates()
         self._sums: Latest[PeerId, Arrival] = Latest(MAX_PEERS)
 
@@ -76,9 +76,10 @@ class LinkRates:
         self._sums[peer] = Arrival(peer, before.size_bytes + size_bytes, before.seconds + seconds)
 
     def of_round(self) -> dict[PeerId, float]:
-        """Return the rate of the slower direction of each link that both ends have measured.
+        """Begin the next round. Return the rate of the slower direction of each link.
 
-        The next round begins. Until ``MIN_BYTES`` have arrived from a peer, its bytes add up.
+        Links that only one end has measured are left out. Bytes of several rounds add up until a
+        peer has sent ``MIN_BYTES``.
         """
         for peer, each in list(self._sums.items()):
             if each.size_bytes >= MIN_BYTES:

@@ -89,7 +89,7 @@ class ModelSection(_Section):
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether training starts from the weights of a checkpoint."""
+        """True if training starts from the weights of a checkpoint."""
         return self.config is None
 
     @property
@@ -268,7 +268,7 @@ class StagesSection(_Section):
     """The first block of each stage but stage 0. `train create` replaces "auto" by the cuts whose
     largest stage has the fewest bytes."""
     codec: Literal["float32", "bfloat16", "int8", "int4", "auto"] = "float32"
-    """How activations and gradients are sent between stages (``codecs.boundary``). "auto" lets each
+    """The codec of activations and gradients between stages (``codecs.boundary``). "auto" lets each
     link choose."""
     subspace: int | None = Field(default=None, ge=1)
     """Numbers of a token that cross a boundary, for new models; None: the hidden size."""

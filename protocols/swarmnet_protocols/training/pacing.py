@@ -23,7 +23,7 @@ faster workers wait for a machine that is slower by a smaller factor.
 """
 
 SLACK = 1.25
-"""Part of a round's time after which a worker ends its inner steps, though it planned more.
+"""Part of the fastest round's time after which a worker begins no further inner step.
 
 With less, jitter costs steps. With more, all wait longer for a machine that its owner began to use.
 """
@@ -90,7 +90,7 @@ class Speed:
 def steps_in_time(mine: Speed, rounds_s: Iterable[float], most: int) -> int:
     """Return the inner steps with which this worker ends its round when the fastest one does.
 
-    - ``rounds_s``: seconds that ``most`` inner steps take each other worker; 0 for an unknown time.
+    - ``rounds_s``: seconds that ``most`` inner steps take each worker; 0 for an unknown time.
     - ``most``: the inner steps of a round in the job.
 
     At least ``LEAST_SHARE`` of ``most``, and at least one.
@@ -174,8 +174,10 @@ class WorkerPace:
 
     @property
     def limit(self) -> tuple[int, float]:
-        """The fewest inner steps of this round, and the seconds after which this worker takes no
-        more. Infinite without another worker that may wait."""
+        """The fewest inner steps of this round, and the seconds after which no further one begins.
+
+        The seconds are infinite if no other worker may wait.
+        """
         known = [each for each in self.rounds_s if each > 0]
         most_s = SLACK * min(known) + LEAST_WAIT_S if len(known) > 1 else math.inf
         return least_steps(self._most), most_s

@@ -168,11 +168,13 @@ def test_a_worker_that_missed_the_end_of_the_job_stops(victim: str, tmp_path: Pa
 
 
 async def ask_as_a_stranger(lab: StageLab, times: int, *, announced: bool, signed: bool) -> list[str]:
-    """Ask worker 1.0 for gradients, as a worker of stage 0 would, if it was ``announced``. Return
-    the refusals within a second.
+    """Ask worker 1.0 for gradients, as a worker of stage 0 that was ``announced`` would.
+
+    Return the refusals within a second.
 
     ``signed``: name a hash of the inputs, and send them, for the present round instead of a later
-    one."""
+    round.
+    """
     identity = Identity.from_seed(b"stranger")
     job, chain = bytes.fromhex(open_job(lab.sealed).id), (lab.peer("1.0"), lab.peer("2.0"))
     async with lab.network.transport(identity.peer_id) as transport:

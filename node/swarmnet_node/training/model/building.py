@@ -91,12 +91,11 @@ def is_stage(model: torch.nn.Module) -> bool:
 
 
 def build_model(job: Job, machine: TrainingMachine, local: LocalModel | None = None) -> PreTrainedModel:
-    """Return the job's model on the CPU, in the format of its method. With an adapter, it is on the
-    machine's device, and its frozen weights stay packed.
+    """Return the job's model on the CPU, in the format of its method.
 
-    Without a checkpoint, its weights are drawn from the job's seed, bit-identical with the same
-    torch build. torch's global generator is left unchanged. ``local``: the checkpoint, if it is
-    open.
+    A model with an adapter is on the machine's device, and its frozen weights stay packed. Without
+    a checkpoint, the job's seed draws the weights, bit-identical with the same torch build. torch's
+    global generator is left unchanged. ``local``: the checkpoint, if it is open.
     """
     section, seed, method = job.model, job.job.seed, job.make_method()
     dtype = method.dtype if isinstance(method, ZeroOrder) else torch.float32

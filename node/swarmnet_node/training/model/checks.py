@@ -100,11 +100,7 @@ def _not_cut(where: str, why: str) -> JobError:
 
 
 def check_model(
-    job: Job,
-    machine: TrainingMachine,
-    *,
-    vocab_size: int,
-    stage: int | None = None,
+    job: Job, machine: TrainingMachine, *, vocab_size: int, stage: int | None = None
 ) -> MemoryNeeds:
     """Return the memory that a worker needs, from headers alone.
 

@@ -147,7 +147,7 @@ def build_stage(
 ) -> StageModel:
     """Return a stage of the job's model, in float32 on the CPU.
 
-    ``model.with_cuts`` has checked that the model can be cut. ``local``: the checkpoint, if it is
+    ``checks.with_cuts`` has checked that the model can be cut. ``local``: the checkpoint, if it is
     open. Raises ``JobError`` for a family that draws weights in a way of its own.
     """
     section, seed = job.model, job.job.seed

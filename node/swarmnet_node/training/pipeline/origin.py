@@ -31,7 +31,7 @@ from swarmnet_node.training.pipeline.turns import Pass, Turns
 from swarmnet_node.training.replica import NO_STEPS, combined
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import News, all_of, cancel, in_background, race
+from swarmnet_protocols.machine.aio import News, all_of, cancel, in_background, loop_time, race
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import STEP
 from swarmnet_protocols.net.refusal import Refusal
@@ -284,7 +284,7 @@ class MicrobatchOrigin:
     # ---- microbatches -------------------------------------------------------------------------
 
     def _part(self, slot: int) -> tuple[range, int]:
-        """Return this origin's part of the next round, and the number of all microbatches."""
+        """Return this origin's microbatches in the next round, and the number of all origins'."""
         if slot >= len(self.batches_s):
             origins = max(slot, len(self._workers.of(0))) + 1
             return range(slot * self._batch, (slot + 1) * self._batch), origins * self._batch
@@ -430,8 +430,7 @@ class MicrobatchOrigin:
     async def _complete(self, step: _Step, number: int, chain: tuple[PeerId, ...]) -> tuple[PeerId, ...]:
         """Return the ``chain`` of a microbatch with a worker in each empty place."""
         places = list(chain or [PeerId("")] * (self._job.stages - 1))
-        clock = asyncio.get_running_loop().time
-        began_s = clock()
+        began_s = loop_time()
         while "" in places:
             index = places.index(PeerId(""))
             candidates = self._workers.candidates(index + 1)
@@ -442,7 +441,7 @@ class MicrobatchOrigin:
                 places = [PeerId("") if each in candidates else each for each in places]
                 missing = step.round, index + 1
                 is_told = self._missing == missing or self._workers.of(index + 1)
-                if not is_told and clock() > began_s + MISSING_S:
+                if not is_told and loop_time() > began_s + MISSING_S:
                     self._missing = missing
                     self._standing.emit("stage_missing", round=step.round, missing=index + 1)
                 await asyncio.sleep(RETRY_S)
@@ -450,7 +449,7 @@ class MicrobatchOrigin:
         return tuple(places)
 
     def _choose(self, step: _Step, number: int, stage: int, free: Iterable[PeerId]) -> PeerId:
-        """Return the worker of a stage for a microbatch, another one than has computed it."""
+        """Return a worker of a stage for a microbatch: if possible, another worker than before."""
         workers = {peer: self._workers.batch_s(stage, peer) for peer in self._workers.of(stage)}
         if stage not in step.draws:
             seed = f"{step.round}/{stage}"
@@ -490,7 +489,7 @@ class MicrobatchOrigin:
         peer: PeerId,
         *rest: Any,
     ) -> asyncio.Task[None]:
-        """Start ``work`` about a worker of a stage, unless it is under way. Return its task."""
+        """Start ``work`` for a worker of a stage, unless it is under way. Return its task."""
         task = step.tasks.get((work, stage, peer))
         if task is None or task.done():
             name = f"step {step.round} of {peer}"
@@ -499,10 +498,10 @@ class MicrobatchOrigin:
         return task
 
     async def _tell(self, step: _Step, stage: int, peer: PeerId, wait_s: float = 0.0) -> None:
-        """Tell a worker about a round until its stage has committed it.
+        """Tell a worker about a round until its stage has committed the round.
 
-        Replace it if it fails. It is told again, because it may come back and miss the round's end.
-        ``wait_s``: let others tell a worker without a microbatch for so long.
+        If the worker fails, replace it, and try again: it may come back and miss the round's end.
+        ``wait_s``: seconds in which others may tell a worker without a microbatch.
         """
         await step.news.until(lambda: stage in step.committed or bool(step.ledger.listed(peer)), wait_s)
         while stage not in step.committed:
@@ -574,7 +573,7 @@ class MicrobatchOrigin:
     async def _replace(
         self, step: _Step, stage: int, peer: PeerId, numbers: Collection[int] | None = None
     ) -> None:
-        """Have other workers of its stage compute microbatches that ``peer`` does not count.
+        """Have other workers of the stage compute microbatches that ``peer`` does not count.
 
         ``numbers`` None: all that are listed to it.
         """

@@ -26,7 +26,7 @@ from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, ProtocolViolation
-from swarmnet_protocols.machine.aio import News, cancel, race
+from swarmnet_protocols.machine.aio import News, cancel, loop_time, race
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import MICROBATCH, STEP
 from swarmnet_protocols.net.refusal import Refusal
@@ -140,7 +140,7 @@ class Pipeline:
         self._begun = -1
         """The last round whose gradient this worker was asked for."""
         self._last_round: int | None = None
-        """The round after which this worker leaves. None: it does not."""
+        """The round after which this worker leaves. None until ``stop``."""
         self._is_late = False
         """True if this worker leaves, and its last round does not end in time."""
         self._stopping: asyncio.Task[None] | None = None
@@ -157,9 +157,9 @@ class Pipeline:
     async def serve(self) -> None:
         """Measure this worker's speed, then serve other workers until the transport closes."""
         for _ in range(2):  # the first pass of a process takes longer
-            started_s = asyncio.get_running_loop().time()
+            started_s = loop_time()
             await self._compute(self._passes.rehearse)
-            self._rehearsed_s = asyncio.get_running_loop().time() - started_s
+            self._rehearsed_s = loop_time() - started_s
         await MICROBATCH.serve(self.job.transport, self._answer, self.job.timing)
         await self._auditor.serve()
         await STEP.serve(self.job.transport, self._hear, self.job.timing)

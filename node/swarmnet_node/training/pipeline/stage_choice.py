@@ -19,6 +19,7 @@ from statistics import median
 from swarmnet_node.training.pipeline.stage_workers import StageWorkers
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.relocation import (
@@ -101,15 +102,15 @@ class StageMover:
     may_take: Callable[[int], Awaitable[bool]]
     """Returns whether this machine has the memory and the data for a stage."""
     moved_s: float = -math.inf
-    """When this worker last moved, on the clock of the loop."""
+    """Loop time at which this worker last moved."""
 
     async def decide(
         self, workers: StageWorkers, stage: int, batch_s: Callable[[], float], must_stay: Callable[[], bool]
     ) -> Relocation:
         """Return a move from ``stage``, once there is one.
 
-        ``batch_s``: this worker's seconds for a batch, 0 if unknown. ``must_stay``: whether it
-        keeps a copy that would end with its move.
+        ``batch_s``: this worker's seconds for a batch, 0 if unknown. ``must_stay``: returns True
+        while this worker keeps a copy that would end with its move.
         """
         memory = Remembered(relocated_at=self.moved_s)
         while True:
@@ -118,7 +119,7 @@ class StageMover:
                 if must_stay():
                     continue
                 look = await self._look(workers, stage, batch_s())
-                now = asyncio.get_running_loop().time()
+                now = loop_time()
                 move, memory = should_relocate(look, memory, now=now, rng=self.rng)
                 if move is None or not await self.may_take(move.start):
                     continue

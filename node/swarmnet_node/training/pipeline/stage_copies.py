@@ -17,6 +17,7 @@ from swarmnet_node.training.steps.stage_trainer import StageTrainer
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import loop_time
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import HASH_BYTES, worker_announcement
 from swarmnet_protocols.training.rounds.terms import RoundMember
@@ -68,7 +69,7 @@ class StageCopies:
         there = [each for each in workers.records[self._next] if each.trains]
         keeper = min((each.peer for each in workers.trained_by(self.trainer.stage)), default=None)
         if len(there) == 1 and keeper == workers.me:
-            if there[0].leaving or asyncio.get_running_loop().time() >= self._due_s:
+            if there[0].leaving or loop_time() >= self._due_s:
                 await self._copy(there[0].worker)
         elif len(there) > 1 and self.has_copy:
             self.keeper.server.keep(self.job.key(self._next), None)
@@ -86,8 +87,7 @@ class StageCopies:
         most_bytes = max_state_bytes(self.trainer.size_of(self._next))
         if most_bytes > self.available_bytes():
             return
-        clock = asyncio.get_running_loop().time
-        started_s = clock()
+        started_s = loop_time()
         position = (await self.job.positions(self._next, [worker])).get(worker.peer, self._kept)
         if position == self._kept:
             return
@@ -97,7 +97,7 @@ class StageCopies:
         del data  # before the copy is read
         self.keeper.server.keep(key, PackedState.of([kept]))
         self._kept = position
-        self._due_s = clock() + max(COPY_S, (clock() - started_s) / LINK_SHARE)
+        self._due_s = loop_time() + max(COPY_S, (loop_time() - started_s) / LINK_SHARE)
         self.keeper.emit("copy", stage=self._next, round=position.round, bytes=size_bytes)
         for each in self.announcements():
             await each.publish(self.directory)

@@ -20,7 +20,7 @@ from swarmnet_node.training.pipeline.stage_choice import StageMover
 from swarmnet_node.training.pipeline.stage_copies import StageCopies
 from swarmnet_node.training.state_keeper import StateKeeper
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import all_of, cancel, persist
+from swarmnet_protocols.machine.aio import all_of, cancel, persist, within
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.job_records import StageRecord
@@ -181,9 +181,7 @@ class StagePart:
         """Serve the stage after the last round, because no other machine may have it."""
         if seconds > 0:
             self.keeper.emit("finished", round=self.rounds, rounds=self.rounds, stays_s=seconds)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self.stopped.wait()
+            await within(seconds, self.stopped.wait())
 
     async def hand_over(self, round: int, announce: Callable[[], Awaitable[object]]) -> None:
         """Wait until another worker has the state of this stage, if the job goes on.
@@ -233,7 +231,7 @@ class StagePart:
     async def _mates(self, round: int) -> list[int]:
         """Return the rounds of this stage's other workers that answer.
 
-        A few are asked. If one of them is ahead or silent, all are.
+        Ask a few. If one of them is ahead or silent, ask all.
         """
         ask, mates = self.keeper.matchmaking.positions, self.keeper.workers.alive()
         few = self.pipeline.job.standing.rng.sample(mates, min(FEW_MATES, len(mates)))

@@ -71,7 +71,7 @@ class KeptMicrobatch:
     inputs_hash: bytes = b""
     """The hash of the inputs, in jobs with receipts."""
     sent: int = 0
-    """The origin's last sending that brought these inputs."""
+    """The number of the origin's last sending with these inputs."""
     passed: Graph | MicrobatchAnswer | None = None
     """The last pass that the weights here have computed from ``inputs``."""
     tokens: int = 0
@@ -79,9 +79,9 @@ class KeptMicrobatch:
     rest: tuple[PeerId, ...] | None = None
     """The later workers that have computed the microbatch."""
     receipts: tuple[Receipt, ...] = ()
-    """Receipts of this worker and of the later ones that have computed the microbatch."""
+    """Receipts of this worker and of the later workers that have computed the microbatch."""
     codec: BoundaryCodec | None = None
-    """The codec of the outputs. None: the least exact one."""
+    """The codec of the outputs. None for the job's least exact codec."""
 
     @property
     def outputs(self) -> Buffer | None:
@@ -94,7 +94,7 @@ class KeptMicrobatch:
     def knows(self, inputs_hash: bytes, sent: int) -> bool:
         """Return whether the inputs with this hash are here. All inputs match an empty hash.
 
-        Raises ``Refusal`` as ``take``.
+        Raises ``Refusal`` as ``take`` does.
         """
         is_known = self.inputs is not None and inputs_hash in {b"", self.inputs_hash}
         self._check(sent, is_same=is_known)
@@ -128,7 +128,7 @@ class Boundary:
     """The form of the tensors between stages."""
 
     codecs: Mapping[int, BoundaryCodec]
-    """As of ``codecs_by_size``."""
+    """The codecs of the job by the bytes of a tensor, as ``codecs_by_size`` returns them."""
     sequences: int
     positions: int
     width: int
@@ -290,8 +290,8 @@ class StagePasses:
     def finish(self, kept: KeptMicrobatch, gradient: Buffer, sender: PeerId | None = None) -> None:
         """Run the graph of ``begin`` backwards, because the microbatch is home.
 
-        If it was home before with another gradient, only note this one. ``settle_own`` then
-        computes all again. ``sender``: as in ``forward``, of ``gradient``.
+        If the microbatch was home before with another gradient, only note the new gradient:
+        ``settle_own`` then computes all again. ``sender``: as in ``forward``, of ``gradient``.
         """
         started = time.perf_counter()
         if isinstance(passed := kept.passed, Graph):
@@ -386,8 +386,8 @@ class StagePasses:
     ) -> tuple[Buffer, Buffer] | None:
         """Return the outputs and the gradient of the inputs of a microbatch of another worker.
 
-        None unless the weights belong to ``state``. A gradient has the codec of the tensor that
-        crossed the same boundary before, so the received tensors say the codecs of the answer.
+        None unless the weights belong to ``state``. A gradient has the codec of the activations
+        that crossed the same boundary before. So the received tensors say the codecs of the answer.
         """
         if not state or state != self.state:
             return None

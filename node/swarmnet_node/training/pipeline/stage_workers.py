@@ -1,6 +1,5 @@
 """The workers of all stages of a job, as the directory lists them and as they answer."""
 
-import asyncio
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +7,7 @@ from dataclasses import dataclass, field
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import NotAuthorised
-from swarmnet_protocols.machine.aio import all_of
+from swarmnet_protocols.machine.aio import all_of, loop_time
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training import MAX_MEMBERS
@@ -77,7 +76,7 @@ class StageWorkers:
 
     def candidates(self, stage: int) -> Sequence[PeerId]:
         """Return the workers of a stage that have not just failed."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         return [
             peer
             for peer in self._found[stage]
@@ -86,7 +85,7 @@ class StageWorkers:
 
     def avoid(self, peer: PeerId, *, busy: bool) -> None:
         """Leave a worker out of ``candidates`` for a while."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         self._avoided[peer] = max(self._avoided.get(peer, now), now + (BUSY_S if busy else AVOID_S))
         self._avoided = {each: until for each, until in self._avoided.items() if until > now}
 
@@ -112,7 +111,7 @@ class StageWorkers:
 
     async def refresh(self, at_most_every_s: float = REFRESH_S) -> None:
         """Read the directory, unless it was just read."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         if now - self._read_s < at_most_every_s:
             return
         self._read_s = now

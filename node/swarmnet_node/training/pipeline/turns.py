@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from typing import Protocol, TypeVar
 
+from swarmnet_protocols.machine.aio import loop_time
+
 T = TypeVar("T")
 
 KEEP = 0.9
@@ -65,12 +67,11 @@ class Turns:
                     self._pass_on()
                 raise
         self._busy = True
-        clock = asyncio.get_running_loop().time
-        started_s = clock()
+        started_s = loop_time()
         try:
             result = await self.compute(work)
             if kind is not None:
-                took_s = clock() - started_s
+                took_s = loop_time() - started_s
                 usual_s = self._usual_s.get(kind, took_s)
                 self._usual_s[kind] = KEEP * usual_s + (1 - KEEP) * took_s
             return result

@@ -16,14 +16,14 @@ class Codec(Protocol):
 
     @property
     def biased(self) -> bool:
-        """Whether the mean of many encodings of one vector differs from the vector.
+        """True if the mean of many encodings of one vector differs from the vector.
 
         Then the caller must use error feedback.
         """
 
     @property
     def sparse(self) -> bool:
-        """Whether most values decode as zero.
+        """True if most values decode as zero.
 
         A mean of such vectors is not sparse, so members exchange all contributions instead.
         """

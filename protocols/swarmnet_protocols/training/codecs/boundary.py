@@ -64,23 +64,23 @@ AUTO = ("float32", "bfloat16", "int8")
 """The codecs of a job whose links choose. With ``int4``, the loss could be 3 % worse, not 1 %."""
 SPARE = 0.5
 """Part of the computing time that the tensors of a link may take when it changes to a more exact
-codec. With more, a link that is nearly full changes back and forth. With less, fast links lose
-exactness."""
+codec. With more, a link that is nearly full changes back and forth. With less, fast links send
+fewer bits than they could."""
 
 
 def codecs_by_size(name: str, positions: int, hidden_size: int) -> dict[int, BoundaryCodec]:
     """Return the codecs of a job's boundaries by the bytes of a tensor, the most exact first.
 
-    ``name``: as in the job's settings.
+    ``name``: the ``codec`` of the job's settings.
     """
     codecs = [BOUNDARY_CODECS[each] for each in (AUTO if name == "auto" else (name,))]
     return {each.size_bytes(positions, hidden_size): each for each in codecs}
 
 
 def fitting(sizes: Sequence[int], bytes_per_s: float, compute_s: float, before: int | None) -> int:
-    """Return the size of the most exact codec whose tensors hide behind the computation on a link.
+    """Return the size of the most exact codec whose tensors cross a link while the sender computes.
 
-    - ``sizes``: bytes of a tensor in each codec, the most exact first. If none fits: the last.
+    - ``sizes``: bytes of a tensor in each codec, the most exact first. The last if none fits.
     - ``bytes_per_s``: bandwidth of the link; 0 if unknown.
     - ``compute_s``: the sender's computing time of a microbatch, which has one tensor each way.
     - ``before``: the size in the last round. A larger one must take at most ``SPARE`` of the time.

@@ -1,1 +1,1 @@
-"""Which workers take part in a round: positions of workers, groups, and their rosters."""
+"""The choice of the workers of a round: their positions, their groups, and their rosters."""

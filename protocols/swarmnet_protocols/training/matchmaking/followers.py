@@ -7,7 +7,7 @@ from functools import partial
 from typing import NoReturn
 
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation, StreamEnded
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import loop_time, race
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.net.typed_stream import TypedStream
@@ -103,8 +103,7 @@ class Followers:
         if request.known and not self._state.book.matches(request.known, stream.peer):
             await stream.send(pb.MatchmakingReply(unknown=pb.UnknownAddresses()))
             request, _ = await stream.receive()
-        arrived_s = asyncio.get_running_loop().time()
-        join = replace(request_from_wire(request, stream.peer, self._state.book), arrived_s=arrived_s)
+        join = replace(request_from_wire(request, stream.peer, self._state.book), arrived_s=loop_time())
         join = replace(join, followers=await self._forwarded_requests(stream, join, request.followers))
         stream.silence_s = math.inf  # a follower waits for the group without sending
         answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()

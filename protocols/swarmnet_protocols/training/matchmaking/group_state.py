@@ -34,7 +34,7 @@ class GroupState:
     It is the leader, or the worker that the leader follows in turn.
     """
     rival: RoundMember | None = None
-    """Another leader at this worker's position, which comes before its own leader."""
+    """Another leader at this worker's position that comes before ``leader``."""
     changed: News = field(default_factory=News)
 
     def place(self, peer: PeerId) -> bytes:
@@ -70,8 +70,9 @@ class GroupState:
         return len(self.book.addresses) >= self.max_members and peer not in self.book.addresses
 
     async def hear_of(self, leader: RoundMember) -> RoundMember | None:
-        """Follow ``leader``, which is at this worker's position, if it comes before the present
-        leader. Otherwise return the present leader.
+        """Follow another leader at this worker's position if it comes before the present leader.
+
+        Return the present leader if that comes first. Otherwise return None.
         """
         present = self.leader
         if present is None:

@@ -37,7 +37,7 @@ from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation, StreamEnded, SwarmnetError
-from swarmnet_protocols.machine.aio import in_background, race
+from swarmnet_protocols.machine.aio import in_background, loop_time, race, within
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.net.typed_stream import TypedStream
@@ -64,9 +64,6 @@ from swarmnet_protocols.wire import workers_pb2 as pb
 _log = logging.getLogger(__name__)
 K = TypeVar("K", bound=Hashable)
 _ToLeader = TypedStream[pb.MatchmakingRequest, pb.MatchmakingReply]
-_ToFollower = TypedStream[pb.MatchmakingReply, pb.MatchmakingRequest]
-_Follower = tuple[JoinRequest, asyncio.Future[Roster]]
-"""The request of a follower, and the answer that it waits for on its stream."""
 
 
 class _Redirected(SwarmnetError):
@@ -163,8 +160,8 @@ class Matchmaking:
         """
         self._followers.averaging = False
         await self._followers.dismiss_out_of_sync()
-        now = asyncio.get_running_loop().time()
-        mine = JoinRequest(me, self._state.position, measured, spent, now, self._asker.own.coordinate)
+        own = self._asker.own.coordinate
+        mine = JoinRequest(me, self._state.position, measured, spent, loop_time(), own)
         full = len(self._state.book.addresses) >= self._state.max_members
         others = [each for each in others if not full or each.peer in self._state.book.addresses]
         others.sort(key=lambda member: self._state.place(member.peer))
@@ -407,13 +404,10 @@ class Matchmaking:
                 if workers and here.isdisjoint(each.peer for each in workers)
             }
 
-        try:
-            async with asyncio.timeout(timeout_s):
-                rival = self._until_rival_of(mine.member.peer)
-                enough = self._state.changed.until(lambda: not missing())
-                await race(rival, enough, self._probe_missing(mine, missing))
-        except TimeoutError:
-            pass  # workers that have not come in time are not in this round
+        rival = self._until_rival_of(mine.member.peer)
+        enough = self._state.changed.until(lambda: not missing())
+        try:  # workers that have not come in time are not in this round
+            await within(timeout_s, race(rival, enough, self._probe_missing(mine, missing)))
         finally:
             self._state.leader = None
 
@@ -426,12 +420,11 @@ class Matchmaking:
         worker is behind, or if more workers have another state than its own. Raises ``NoPlace`` if
         most workers say that the job has enough.
         """
-        clock = asyncio.get_running_loop().time
-        elsewhere_until = clock() + ELSEWHERE_S
+        elsewhere_until = loop_time() + ELSEWHERE_S
         # workers that arrive at about the same time need no probe
         pause_s = self._timing.heartbeat_s
         while True:
-            left_s = elsewhere_until - clock()
+            left_s = elsewhere_until - loop_time()
             await asyncio.sleep(min(pause_s, left_s) if left_s > 0 else pause_s)
             pause_s = min(2 * pause_s, self._timing.matchmaking_poll_s)
             here, lists = self._followers.ready(mine), list(missing().values())
@@ -443,7 +436,7 @@ class Matchmaking:
                 raise NoPlace(self._state.max_members)
             found = {peer: position_from_wire(each) for peer, each in answers.items()}
             for workers in lists:
-                is_late, peer = clock() >= elsewhere_until, workers[0].peer
+                is_late, peer = loop_time() >= elsewhere_until, workers[0].peer
                 if peer not in found or (is_late and not self._state.is_coming(peer, found[peer])):
                     workers.pop(0)
             others = {peer: each for peer, each in found.items() if self._state.is_elsewhere(each)}

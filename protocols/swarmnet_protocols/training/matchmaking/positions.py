@@ -1,15 +1,14 @@
-"""Questions to the workers of a job: at which position they are.
+"""Asks the workers of a job at which position they are.
 
-Every answer has the network coordinate of the worker, so the asker learns its own.
+Each answer has the coordinate of the worker in the network. The asker computes its own from these.
 """
 
-import asyncio
 import contextlib
 import random
 from collections.abc import Sequence
 
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import all_of
+from swarmnet_protocols.machine.aio import all_of, loop_time
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.routing.coordinates import OwnCoordinate, read_coordinate
@@ -33,7 +32,7 @@ class OutOfSync(SwarmnetError):
 
 
 class PositionAsker:
-    """Asks the workers of ``job``. The asker may be no worker."""
+    """Asks the workers of ``job``. The asker need not be a worker."""
 
     def __init__(self, transport: Transport, job: bytes, timing: Timing) -> None:
         self._transport = transport
@@ -60,16 +59,15 @@ class PositionAsker:
         return await self.ask(self._rng.sample(members, min(FEW, len(members))))
 
     async def _ask(self, member: RoundMember, request: pb.MatchmakingRequest) -> pb.Position | None:
-        clock = asyncio.get_running_loop().time
         with contextlib.suppress(SwarmnetError):
             stream = await MATCHMAKING.open(
                 self._transport, member.peer, self._timing, addresses=member.addresses
             )
             stream.silence_s = self._timing.silence_s
-            sent_s = clock()
+            sent_s = loop_time()
             reply, _ = await stream.ask(request)
             if (place := read_coordinate(reply.position.coordinate)) is not None:
-                self.own.measured(member.peer, place, (clock() - sent_s) / 2)
+                self.own.measured(member.peer, place, (loop_time() - sent_s) / 2)
             return reply.position
         return None
 
@@ -81,6 +79,7 @@ def position_from_wire(position: pb.Position) -> WorkerPosition:
 async def ask_positions(
     transport: Transport, job: bytes, members: Sequence[RoundMember], timing: Timing
 ) -> dict[PeerId, WorkerPosition]:
-    """Return the positions of the workers of ``job`` that answer. The asker may be no worker."""
+    """Return the positions of the workers of ``job`` that answer. The asker need not be a
+    worker."""
     found = await PositionAsker(transport, job, timing).ask(members)
     return {peer: position_from_wire(each) for peer, each in found.items()}

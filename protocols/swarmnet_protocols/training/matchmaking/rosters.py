@@ -58,7 +58,7 @@ class JoinRequest:
     spent: Spent = NOTHING
     """The seconds that the worker spent on its round, by their cause."""
     arrived_s: float = 0.0
-    """When the leader got the request, loop time."""
+    """Loop time at which the leader got the request."""
     coordinate: Coordinate = ORIGIN
     """The worker's place in the network."""
     followers: "tuple[JoinRequest, ...]" = ()
@@ -183,9 +183,8 @@ NO_ADDRESSES = AddressBook.of(())
 def place_as_leader(peer: PeerId, round: int, state: bytes) -> bytes:
     """Return the place of ``peer`` in the order of leaders of a round that starts from ``state``.
 
-    The lowest place leads. The state is the outcome of the last round, so nobody can choose a peer
-    id that leads. Each round has another leader: a leader that leaves an honest worker out does so
-    in few rounds.
+    The lowest place leads. The state is the outcome of the last round, so no peer id leads every
+    round. A leader that leaves an honest worker out does so in few rounds.
     """
     return hashlib.sha256(b"%d/%b/%b" % (round, state, peer.encode())).digest()
 

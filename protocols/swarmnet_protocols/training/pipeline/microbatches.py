@@ -5,8 +5,8 @@
 3. If not, the caller sends the inputs. The receiver computes, asks the next worker of the chain in
    the same way, and answers with the gradient of the inputs.
 
-The origin signs the chain. So only the workers that it chose send its microbatch on, and each only
-once with other inputs for every time that the origin sends it.
+The origin signs the chain each time that it sends the microbatch. So only the workers that it chose
+send the microbatch on. Each signature brings a worker one tensor.
 
 If a later worker fails, the answer is its stage (``StageFailed``). The origin then replaces that
 worker, and sends the same microbatch again.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import loop_time, race
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.identity import public_key_of, verify
 from swarmnet_protocols.net.protocol_ids import MICROBATCH
@@ -45,6 +45,8 @@ PARTS = 4
 """Parts of a tensor of usual size. The receiver times all but the first. With more, a small tensor
 takes more messages. With fewer, less of it is timed."""
 LEAST_PART_BYTES = 16 << 10
+"""Least bytes of a part, except the last. With less, tensors of tiny models take more messages. With
+more, fewer tensors have a second part, so the receiver times fewer."""
 _PASSING = (refusal_pb2.REASON_OVERLOADED, refusal_pb2.REASON_OUT_OF_RESOURCES)
 
 
@@ -75,7 +77,7 @@ class Microbatch:
     - ``tokens``: the predicted tokens.
     - ``is_forward_only``: True in an evaluation. The answer is then one byte instead of a gradient,
       and nobody keeps anything.
-    - ``sent``: how often the origin has sent the microbatch, this time included.
+    - ``sent``: the number of times that the origin has sent the microbatch, this time included.
     - ``signature``: the origin's, of ``signed_bytes``. Audits need none.
     """
 
@@ -221,7 +223,7 @@ class MicrobatchClient:
     job: bytes
     timing: Timing
     signed: bool
-    """Whether workers sign receipts."""
+    """True if workers sign receipts."""
     traffic: BoundaryBytes = field(default_factory=BoundaryBytes)
     rates: LinkRates = field(default_factory=LinkRates)
 
@@ -311,14 +313,13 @@ async def collected(
 
     ``timed`` gets the bytes and the seconds of all parts but the first.
     """
-    clock = asyncio.get_running_loop().time
     part, payload = await next_part()
-    began_s, first_bytes, data = clock(), len(payload), bytearray()
+    began_s, first_bytes, data = loop_time(), len(payload), bytearray()
     while True:
         check_part(part, sizes, len(data), len(payload))
         data += payload
         if len(data) == part.size_bytes:
-            timed(len(data) - first_bytes, clock() - began_s)
+            timed(len(data) - first_bytes, loop_time() - began_s)
             return data
         part, payload = await next_part()
 

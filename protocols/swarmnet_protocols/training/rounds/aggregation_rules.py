@@ -221,8 +221,7 @@ def norms(rows: Sequence[Values]) -> list[float]:
 
 @dataclass(frozen=True)
 class AggregationRules:
-    """The rules by which contributions are screened and aggregated, equal at all members of a
-    job."""
+    """The rules that screen and aggregate contributions, equal at all members of a job."""
 
     aggregate: Callable[..., Tensor] = weighted_mean
     """Maps contributions [k, n] and weights [k] to the aggregate, float32 [n].
