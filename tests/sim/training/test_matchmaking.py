@@ -58,8 +58,8 @@ def test_a_worker_that_is_late_is_left_out() -> None:
 
 
 def test_of_two_leaders_the_earlier_one_gets_both_groups() -> None:
-    """Workers that start together read the directory at different times, so the first ones may lead
-    when an earlier one comes."""
+    """Workers that start together read the directory at different times. So one may lead already
+    when a worker comes that is before it in the order of leaders."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         first, *early, last = workers
@@ -81,7 +81,7 @@ def by_peer_id(patch: Patch) -> None:
 
 @defence("no worker leads every round", off=by_peer_id)
 def test_a_liar_leaves_a_mate_out_of_few_rounds() -> None:
-    """It has the lowest peer id, and leaves the mate out whenever it leads."""
+    """The liar has the lowest peer id, and leaves the mate out whenever it leads."""
     missed: list[int] = []
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
@@ -304,7 +304,7 @@ def test_a_follower_of_a_follower_is_redirected_to_the_leader() -> None:
 
 
 def test_a_worker_that_caught_up_joins_those_that_do_not_know_it() -> None:
-    """It leads; they have read the directory before it was there."""
+    """It would lead. The others have read the directory before it was back."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         back, *others = workers

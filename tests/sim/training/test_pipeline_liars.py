@@ -347,7 +347,7 @@ def test_no_honest_answer_is_false_and_every_lie_is(codec: str, answers: int, tm
         each.restart(state)
 
     def encoded(values: Iterable[Tensor]) -> list[bytes]:
-        return [bytes(each.encode(one)) for each, one in zip(links, values, strict=True)]
+        return [bytes(codec.encode(each)) for codec, each in zip(links, values, strict=True)]
 
     before: list[bytes] | None = None
     for number in range(answers):

@@ -45,8 +45,8 @@ PARTS = 4
 """Parts of a tensor of usual size. The receiver times all but the first. With more, a small tensor
 takes more messages. With fewer, less of it is timed."""
 LEAST_PART_BYTES = 16 << 10
-"""Least bytes of a part, except the last. With less, tensors of tiny models take more messages. With
-more, fewer tensors have a second part, so the receiver times fewer."""
+"""Least bytes of a part, except the last. With less, tensors of tiny models take more messages.
+With more, fewer tensors have a second part, so the receiver times fewer."""
 _PASSING = (refusal_pb2.REASON_OVERLOADED, refusal_pb2.REASON_OUT_OF_RESOURCES)
 
 
