@@ -3,8 +3,8 @@
 ``Worker.run`` resumes from the newest checkpoint and repeats rounds until the job is done. One
 round:
 
-1. Train: run the inner steps on this worker's slot of the data. With overlap, the exchange of the
-   previous round ends during these steps.
+1. Train (``round_training.py``): run the inner steps on this worker's slot of the data. With
+   overlap, the exchange of the previous round ends during these steps.
 2. Finish the exchange of the previous round: apply its average, publish the new shared state,
    evaluate and copy a checkpoint, which is written during the next steps.
 3. Match: form a group with the other workers in this round (``matchmaking``). Its roster has the
@@ -16,8 +16,8 @@ if its group is at a later round or has another state. It then asks the voters f
 state, and downloads the state that most of them have. Now it has no slot, like a new worker: it
 joins one exchange without a contribution to get one.
 
-``state_keeper.py`` does that. The protocols between workers are in ``swarmnet_protocols.training``.
-All computation is in ``replica.py``.
+``state_keeper.py`` saves and fetches states. The protocols between workers are in
+``swarmnet_protocols.training``. All computation is in ``replica.py``.
 """
 
 import asyncio
