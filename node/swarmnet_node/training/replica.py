@@ -4,7 +4,6 @@ A replica has a model, an inner optimizer, the outer state and a residual. It is
 thread-safe: ``Worker`` calls it on its computing thread.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.methods import OWN, Average, ZeroOrder
 from swarmnet_protocols.training.methods.arithmetic import add_scaled
 from swarmnet_protocols.training.methods.base import OuterMethod
+from swarmnet_protocols.training.pacing import NO_LIMIT, StepLimit
 from swarmnet_protocols.training.rounds.terms import Slice
 
 NO_STEPS = StepReport(0.0, 0, 0.0)
@@ -47,11 +47,9 @@ class Replica:
         self._begin(trainer.parameters() if self.method.kind == "parameters" else trainer.view())
         self._feedback = self._new_feedback()
 
-    def steps(
-        self, round: int, slot: int, first: int, end: int, limit: tuple[int, float] = (0, math.inf)
-    ) -> StepReport:
+    def steps(self, round: int, slot: int, first: int, end: int, limit: StepLimit = NO_LIMIT) -> StepReport:
         """Run the inner steps [first, end) of a round on the slot's share of the data, or fewer
-        with a ``limit`` (see ``Trainer.steps``)."""
+        with a ``limit``."""
         return self._whole.steps(round, slot, end - first, first=first, limit=limit)
 
     def contribution(self, round: int, slot: int) -> tuple[Values, StepReport]:

@@ -16,7 +16,7 @@ from swarmnet_node.training.pipeline.turns import Compute
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
 from swarmnet_node.training.steps.trainer import StepReport
 from swarmnet_protocols.training.codecs.values import Values
-from swarmnet_protocols.training.pacing import WorkerPace
+from swarmnet_protocols.training.pacing import StepLimit, WorkerPace
 from swarmnet_protocols.training.state_transfer import StateServer
 
 
@@ -77,8 +77,8 @@ class RoundTraining:
             steps = self.stages.pipeline.steps(round, slot, first, end)
             report = await self.stages.during(round, steps)
         else:
-            least, most_s = self.pace.limit
-            limit = max(1, least - before.steps), most_s - before.seconds
+            whole = self.pace.limit
+            limit = StepLimit(max(1, whole.least - before.steps), whole.most_s - before.seconds)
             before_s = self.pace.spent.compute
             report = await self.compute(partial(self.replica.steps, round, slot, first, end, limit))
             self.pace.stepped(report.steps, self.pace.spent.compute - before_s)

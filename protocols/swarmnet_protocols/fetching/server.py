@@ -54,11 +54,11 @@ class Standing(IntEnum):
     """The speed at which a stream took its last reply. The lowest standing gets the next turn."""
 
     TOOK = 0
-    """It took the reply within its turn."""
+    """The stream took the reply within its turn."""
     NEW = 1
-    """It has had no reply."""
+    """The stream has had no reply."""
     LEFT = 2
-    """It did not take its reply in time. All other streams come first."""
+    """The stream did not take its reply in time. All others come first."""
 
 
 class SendTurn:

@@ -66,6 +66,17 @@ def waited_for(arrived_s: Mapping[PeerId, float], spent: Mapping[PeerId, Spent])
     return Wait(last, max(excess, key=excess.__getitem__), seconds)
 
 
+class StepLimit(NamedTuple):
+    """An end of inner steps before all planned ones are done: after ``least`` steps, no further one
+    begins once ``most_s`` seconds have passed."""
+
+    least: int = 0
+    most_s: float = math.inf
+
+
+NO_LIMIT = StepLimit()
+
+
 @dataclass(frozen=True)
 class Speed:
     """A worker's measured speed.
@@ -173,14 +184,11 @@ class WorkerPace:
         return self._most if self._speed is None else steps_in_time(self._speed, self.rounds_s, self._most)
 
     @property
-    def limit(self) -> tuple[int, float]:
-        """The fewest inner steps of this round, and the seconds after which no further one begins.
-
-        The seconds are infinite if no other worker may wait.
-        """
+    def limit(self) -> StepLimit:
+        """The limit of this round's inner steps. Without end if no other worker may wait."""
         known = [each for each in self.rounds_s if each > 0]
         most_s = SLACK * min(known) + LEAST_WAIT_S if len(known) > 1 else math.inf
-        return least_steps(self._most), most_s
+        return StepLimit(least_steps(self._most), most_s)
 
     @property
     def overlap(self) -> int:

@@ -109,7 +109,7 @@ async def nobody(*_: object) -> dict[PeerId, Position]:
 
 @defence("a leader holds nobody for long", off=replacing(PositionAsker, "ask_few", nobody))
 def test_a_leader_that_holds_a_mate_is_left() -> None:
-    """It gives the others a roster, and sends the mate heartbeats."""
+    """The liar leads. It gives the others a roster, and sends the mate heartbeats."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         liar, mate, *others = workers
@@ -304,7 +304,7 @@ def test_a_follower_of_a_follower_is_redirected_to_the_leader() -> None:
 
 
 def test_a_worker_that_caught_up_joins_those_that_do_not_know_it() -> None:
-    """It would lead. The others have read the directory before it was back."""
+    """The worker that is back would lead, but the others read the directory before."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         back, *others = workers

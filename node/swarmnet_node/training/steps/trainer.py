@@ -1,6 +1,5 @@
 """The inner loop: optimizer steps of one worker on the samples of its slot."""
 
-import math
 import time
 from dataclasses import dataclass, replace
 from typing import Self
@@ -19,6 +18,7 @@ from swarmnet_node.training.steps.probes import Shift, perturbed
 from swarmnet_node.training.steps.trained_model import TrainedModel, check_start, start_of
 from swarmnet_node.training.steps.training_machine import TrainingMachine
 from swarmnet_protocols.training.job_settings import Job, JobError
+from swarmnet_protocols.training.pacing import NO_LIMIT, StepLimit
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,12 @@ class Trainer(TrainedModel):
         return None if self._private is None else self._private.epsilon(rounds, repeated)
 
     def steps(
-        self, round: int, slot: int, count: int, *, first: int = 0, limit: tuple[int, float] = (0, math.inf)
+        self, round: int, slot: int, count: int, *, first: int = 0, limit: StepLimit = NO_LIMIT
     ) -> StepReport:
-        """Run the inner steps [first, first + count) of a round.
-
-        ``limit``: a number of steps and seconds. When both have passed, no further step begins.
-        """
+        """Run the inner steps [first, first + count) of a round, or fewer with a ``limit``."""
         started = time.perf_counter()
         losses, tokens, done = torch.zeros((), device=self._device), 0, 0
-        least, most_s = limit
-        while done < count and (done < least or time.perf_counter() - started < most_s):
+        while done < count and (done < limit.least or time.perf_counter() - started < limit.most_s):
             self.report_steps(first + done)
             loss, counted = self._backward(round, first + done, slot)
             self._update(round, first + done)

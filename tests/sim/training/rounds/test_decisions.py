@@ -198,8 +198,8 @@ def test_without_a_liar_all_vote_once_and_none_is_named() -> None:
 def test_workers_exclude_one_that_decides_alone_and_stay_agreed(
     aggregate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It lies to one worker only: this one cannot follow it any more, and would be alone if the
-    others did."""
+    """The liar deceives one worker only. This worker cannot follow the liar any more, and would be
+    alone if the others did."""
     exchange = f'min_workers = 2\naggregate = "{aggregate}"'
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 1", exchange, rounds=4))
     honest = ("anna", "boris", "clara")

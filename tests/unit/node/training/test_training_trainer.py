@@ -22,6 +22,7 @@ from swarmnet_protocols.training.job_settings import Job, JobError, TrainingSect
 from swarmnet_protocols.training.job_templates import template
 from swarmnet_protocols.training.jobs import parse_job
 from swarmnet_protocols.training.memory_needs import activation_bytes
+from swarmnet_protocols.training.pacing import StepLimit
 from tests.support.models.rounding import NEAR, assert_near
 from tests.support.training.tiny_job import CONFIG, tiny_job, tiny_trainer
 
@@ -132,7 +133,7 @@ def test_a_round_in_two_parts_equals_one_in_one(tmp_path: Path) -> None:
 
 def test_no_step_begins_after_the_time_of_the_others(tmp_path: Path) -> None:
     cut, whole = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
-    report = cut.steps(0, 1, 5, limit=(2, 0.0))
+    report = cut.steps(0, 1, 5, limit=StepLimit(2, 0.0))
     expected = whole.steps(0, 1, 2)
     assert (report.steps, report.tokens, report.loss) == (2, expected.tokens, expected.loss)
     assert torch.equal(cut.parameters(), whole.parameters())
